@@ -1,0 +1,208 @@
+"""The sections that ``harts_titan`` adds to torchtitan's ``JobConfig``.
+
+Selected by ``[job] custom_config_module = "harts_titan.job_config"``; torchtitan's ConfigManager merges this ``JobConfig``
+with its own, so ``[tree] chunk_size = 16`` works in TOML and ``--tree.chunk_size 16`` on the command line, and an
+unknown key is refused. Model sizes live in Python (``models/*/config.py``), not in TOML.
+"""
+
+# No `from __future__ import annotations`: ConfigManager merges sections by their real types.
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from harts_titan.ops import OpsBackends
+from harts_titan.rl import ObjectiveConfig
+
+
+@dataclass
+class Tree:
+    """How the trajectories of a step are shared and packed (HARTS 3)."""
+
+    mode: Literal["compact", "nodewise", "expanded"] = "compact"
+    """compact: each distinct prefix of a microbatch once. expanded: every trajectory on its own, the baseline with the
+    same microbatch membership. nodewise: compact rows, linear attention one call per tree node (ablation)."""
+
+    max_tokens: int = 65536
+    """Capacity of a microbatch in compact rows (tokens)."""
+
+    chunk_size: int = 64
+    """Chunk of the linear-attention kernel in tokens; 64 for the Triton KDA kernels."""
+
+    validate: bool = False
+    """Prove every invariant of every plan before it is executed (slow; for tests and bug reports)."""
+
+
+@dataclass
+class Data:
+    """Where rollouts come from and how they are cut into training steps."""
+
+    path: str = ""
+    """Rollout file, folder or glob: parquet or JSONL, one row per trajectory, or the delta-coded path format."""
+
+    scheme: Literal["step", "tree"] = "tree"
+    """Path format only: step = independent episodes, tree = all branches."""
+
+    limit: int = 0
+    """Read only the first `limit` trajectories; 0 reads all."""
+
+    densify: bool = False
+    """Map the token ids in use bijectively onto 0..n-1, for models whose vocabulary is smaller than the tokenizer's."""
+
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    """What to do with a trajectory longer than `tree.max_tokens`; drops and cuts are counted in the log and metrics."""
+
+    trajectories_per_step: int = 0
+    """A training step takes whole groups until it has at least this many trajectories; 0 takes the whole file."""
+
+    shuffle: bool = False
+    """Shuffle the groups, differently in every epoch, seeded by `data.seed`."""
+
+    seed: int = 0
+    """Seed of the shuffle and of the synthetic rollouts."""
+
+    num_workers: int = 0
+    """Processes that prepare steps ahead of training."""
+
+    synthetic: bool = False
+    """Write deterministic agent-like rollouts to `data.path` first if the file does not exist."""
+
+    synthetic_trajectories: int = 48
+    """Number of trajectories of the synthetic file."""
+
+
+@dataclass
+class Moe:
+    """Router losses and expert-bias updates; every statistic is weighted by multiplicity (HARTS 3.5)."""
+
+    z_loss_coef: float = 0.0
+    """Coefficient of the mean over positions of logsumexp(router logits)^2, summed over MoE layers."""
+
+    load_balance_coef: float = 0.0
+    """Coefficient of the load-balancing loss (fraction of assignments x mean probability), summed over MoE layers."""
+
+    load_balance_scope: Literal["consumer", "trajectory"] = "consumer"
+    """consumer: statistics over a microbatch; trajectory: over each trajectory, weighted by its length."""
+
+    expert_bias_rate: float = 0.001
+    """Step of the auxiliary-loss-free bias update, `bias += rate * sign(mean load - load)`; 0 disables it."""
+
+
+@dataclass
+class Ops:
+    """Backends of the kernels. "auto" chooses by device and availability and logs the choice once."""
+
+    kda: str = OpsBackends.kda
+    """auto | reference | recurrent | triton"""
+
+    short_conv: str = OpsBackends.short_conv
+    """auto | reference | triton"""
+
+    attention: str = OpsBackends.attention
+    """auto | dense | path | flex | fa4"""
+
+    grouped_mm: str = OpsBackends.grouped_mm
+    """auto | torch | loop"""
+
+
+@dataclass
+class ActivationCheckpoint:
+    """Activation recomputation; torchtitan's selective modes do not survive sharded experts on torch 2.13."""
+
+    mode: Literal["none", "full"] = "none"
+    """none, or recompute every decoder layer in the backward pass from the fixed plan."""
+
+
+@dataclass
+class Checkpoint:
+    """Overrides of torchtitan's defaults."""
+
+    last_save_model_only: bool = False
+    """False: the last checkpoint can be resumed. True: the last checkpoint holds the model only."""
+
+
+@dataclass
+class JobConfig:
+    """Merged into torchtitan's ``JobConfig`` by its ConfigManager."""
+
+    tree: Tree = field(default_factory=Tree)
+    data: Data = field(default_factory=Data)
+    rl: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    moe: Moe = field(default_factory=Moe)
+    ops: Ops = field(default_factory=Ops)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+# Settings of torchtitan that this trainer does not use: changing one would silently do nothing, so it is refused.
+_UNUSED = {
+    "training.local_batch_size": "data.trajectories_per_step",
+    "training.global_batch_size": "data.trajectories_per_step",
+    "training.dataset": "data.path",
+    "training.dataset_path": "data.path",
+    "training.seq_len": "tree.max_tokens",
+    "compile.enable": "nothing: kernels are compiled individually",
+    "validation.enable": "harts-logprobs on a held-out file",
+    "fault_tolerance.enable": "nothing: not supported",
+    "model.converters": "nothing: quantised training is not supported",
+}
+
+
+def _check_types(section: str, value: Any) -> None:
+    hints = typing.get_type_hints(type(value))
+    for item in dataclasses.fields(value):
+        got, want = getattr(value, item.name), hints[item.name]
+        name = f"{section}.{item.name}"
+        if typing.get_origin(want) is Literal:
+            if got not in typing.get_args(want):
+                raise ValueError(f"{name} is {got!r}; choose one of {', '.join(map(repr, typing.get_args(want)))}")
+        elif want is float and isinstance(got, int) and not isinstance(got, bool):
+            continue
+        elif want in (int, float, str, bool) and type(got) is not want:
+            raise ValueError(f"{name} is {got!r} ({type(got).__name__}); a {want.__name__} is needed")
+
+
+def validate(config: Any) -> None:
+    """Refuse settings that are wrong or that would silently do nothing, before anything is built.
+
+    Args:
+        config: the merged torchtitan ``JobConfig``.
+
+    Raises:
+        ValueError: naming the setting, what was got and what is needed.
+    """
+    for section in ("tree", "data", "rl", "moe", "ops"):
+        if not hasattr(config, section):
+            raise ValueError(
+                f'section [{section}] is missing: set [job] custom_config_module = "harts_titan.job_config"'
+            )
+        _check_types(section, getattr(config, section))
+    for name in ("max_tokens", "chunk_size"):
+        if getattr(config.tree, name) < 1:
+            raise ValueError(f"tree.{name} ({getattr(config.tree, name)}) must be at least 1")
+    for name in ("limit", "trajectories_per_step", "num_workers"):
+        if getattr(config.data, name) < 0:
+            raise ValueError(f"data.{name} ({getattr(config.data, name)}) must not be negative")
+    for name in ("z_loss_coef", "load_balance_coef", "expert_bias_rate"):
+        if getattr(config.moe, name) < 0:
+            raise ValueError(f"moe.{name} ({getattr(config.moe, name)}) must not be negative")
+    defaults = {base.name: base.default_factory for base in dataclasses.fields(config) if callable(base.default_factory)}
+    for path, instead in _UNUSED.items():
+        section, name = path.split(".")
+        default = getattr(defaults[section](), name)
+        got = getattr(getattr(config, section), name)
+        if got != default:
+            raise ValueError(f"{path} = {got!r} is not used by harts_titan; remove it and use {instead}")
+    parallel = config.parallelism
+    for name in (
+        "tensor_parallel_degree",
+        "pipeline_parallel_degree",
+        "expert_parallel_degree",
+        "context_parallel_degree",
+        "data_parallel_replicate_degree",
+    ):
+        if getattr(parallel, name) != 1:
+            raise ValueError(
+                f"parallelism.{name} = {getattr(parallel, name)} is not supported yet; only data parallelism "
+                "(parallelism.data_parallel_shard_degree) is"
+            )

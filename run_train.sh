@@ -1,0 +1,34 @@
+#!/usr/bin/env bash
+# Train: ./run_train.sh [CONFIG.toml] [--section.field value ...]
+#
+#   ./run_train.sh                                               debug model on the CPU, about 20 steps
+#   ./run_train.sh train_configs/ling_debug_grpo.toml            another configuration
+#   ./run_train.sh train_configs/ling_debug.toml --training.steps 5 --tree.mode expanded
+#   NGPU=2 ./run_train.sh CONFIG.toml                            two ranks on this machine
+#
+# More nodes, by the usual torchrun variables: NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT (see scripts/train.slurm).
+# LOG_RANK: ranks whose output is shown, comma-separated (default 0).
+set -euo pipefail
+harts_here="$PWD"
+cd "$(dirname "${BASH_SOURCE[0]}")"
+config=train_configs/ling_debug.toml
+if [ $# -gt 0 ] && [ "${1#-}" = "$1" ]; then
+  config="$1"
+  shift
+  # A relative path means the caller's folder first, then this checkout.
+  if [ -f "$harts_here/$config" ]; then config="$harts_here/$config"; fi
+fi
+if [ ! -f "$config" ]; then
+  echo "error: configuration file '$config' does not exist; see train_configs/" >&2
+  exit 2
+fi
+. scripts/environment.sh ""
+rendezvous=(--rdzv_backend c10d --rdzv_endpoint "localhost:0")
+if [ "${NNODES:-1}" != 1 ]; then
+  : "${MASTER_ADDR:?NNODES > 1 needs MASTER_ADDR}"
+  rendezvous=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_id "${RDZV_ID:-harts}" \
+    --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" ${NODE_RANK:+--node_rank "$NODE_RANK"})
+fi
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+exec torchrun --nproc_per_node "${NGPU:-1}" "${rendezvous[@]}" --local-ranks-filter "${LOG_RANK:-0}" \
+  --role rank --tee 3 -m harts_titan.train --job.config_file "$config" "$@"
