@@ -154,8 +154,26 @@ def short_conv(x_LD: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows)
 
 
+def kda_recurrence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decay: torch.Tensor, beta: torch.Tensor
+) -> torch.Tensor:
+    """One state matrix (K, V) per head: decay each key channel, then write the error of what the key recalls.
+
+    q, k, log_decay are (L, H, K), v is (L, H, V), beta is (L, H); q is normalised and scaled, k is normalised.
+    """
+    state = torch.zeros(*k.shape[1:], v.shape[-1], dtype=v.dtype)
+    outputs = []
+    for t in range(q.shape[0]):
+        state = torch.exp(log_decay[t]).unsqueeze(-1) * state
+        recalled = torch.einsum("hk,hkv->hv", k[t], state)
+        correction = beta[t].unsqueeze(-1) * (v[t] - recalled)
+        state = state + torch.einsum("hk,hv->hkv", k[t], correction)
+        outputs.append(torch.einsum("hk,hkv->hv", q[t], state))
+    return torch.stack(outputs)
+
+
 def kda_layer(x_LD: torch.Tensor, weights: Weights, attn: str, config: Config) -> torch.Tensor:
-    """Kimi Delta Attention: one state matrix (K, V) per head, updated token by token."""
+    """Kimi Delta Attention with the safe gate and a sigmoid output gate per channel."""
     heads, dim = config["num_attention_heads"], config["head_dim"]
     length = x_LD.shape[0]
     q, k, v = (
@@ -169,15 +187,8 @@ def kda_layer(x_LD: torch.Tensor, weights: Weights, attn: str, config: Config) -
     speed = torch.exp(weights[f"{attn}.A_log"]).reshape(heads, 1)
     log_decay = config["kda_lower_bound"] * torch.sigmoid(speed * raw_gate.reshape(length, heads, dim))
     beta = torch.sigmoid(x_LD @ weights[f"{attn}.b_proj.weight"].T)  # (L, H)
-    state = torch.zeros(heads, dim, dim, dtype=x_LD.dtype)  # (H, K, V)
-    outputs = []
-    for t in range(length):
-        state = torch.exp(log_decay[t]).unsqueeze(-1) * state
-        predicted = torch.einsum("hk,hkv->hv", k[t], state)
-        correction = beta[t].unsqueeze(-1) * (v[t] - predicted)
-        state = state + torch.einsum("hk,hv->hkv", k[t], correction)
-        outputs.append(torch.einsum("hk,hkv->hv", q[t], state))
-    o = rms_norm(torch.stack(outputs), weights[f"{attn}.o_norm.weight"], config["rms_norm_eps"])
+    outputs = kda_recurrence(q, k, v, log_decay, beta)
+    o = rms_norm(outputs, weights[f"{attn}.o_norm.weight"], config["rms_norm_eps"])
     gate = torch.sigmoid(x_LD @ weights[f"{attn}.g_proj.weight"].T).reshape(length, heads, dim)
     return (o * gate).reshape(length, heads * dim) @ weights[f"{attn}.o_proj.weight"].T
 
