@@ -55,16 +55,13 @@ def kda(
     if not lower_bound < 0:
         raise ValueError(f"lower_bound ({lower_bound}) must be negative: it bounds the log decay from below")
     name = choose("kda", backend, device=q_YHK.device, dtype=q_YHK.dtype)
+    arguments = (q_YHK, k_YHK, v_YHV, f_YHK, b_YH, A_log_H, dt_bias_HK, sequences, lower_bound, external_state_EHKV)
     if name == "triton":
         # Triton is optional: CPU installations do not have it.
         from harts_titan.ops.kda.triton_op import kda_triton
 
-        implementation = kda_triton
-    else:
-        implementation = kda_reference if name == "reference" else kda_recurrent
-    return implementation(
-        q_YHK, k_YHK, v_YHV, f_YHK, b_YH, A_log_H, dt_bias_HK, sequences, lower_bound, external_state_EHKV
-    )
+        return kda_triton(*arguments)
+    return kda_reference(*arguments) if name == "reference" else kda_recurrent(*arguments)
 
 
 def _check(

@@ -87,13 +87,11 @@ class _ChunkwiseKDA(torch.autograd.Function):
         chunks = _Chunks(sequences, (q, k, v, f, b), dtype)
         dpacked = [x.new_zeros((sequences.num_packed_rows, *x.shape[1:]), dtype=dtype) for x in (q, k, v, f, b)]
         # Thousands of chunks add into these two: float64 keeps the sums exact enough for any order of chunks.
-        dA_log, ddt_bias = (
-            A_log_c.new_zeros(A_log.shape, dtype=torch.float64),
-            dt_bias_c.new_zeros(dt_bias.shape, dtype=torch.float64),
-        )
+        dA_log = torch.zeros_like(A_log, dtype=torch.float64)
+        ddt_bias = torch.zeros_like(dt_bias, dtype=torch.float64)
         # Later rounds first: their initial-state gradients enter the exports of earlier rounds.
         for n in reversed(range(sequences.num_sequences)):
-            dstate = _injected(dpool, chunks.export_row(n, chunks.count(n)), torch.zeros_like(starts[:1])[0])
+            dstate = _injected(dpool, chunks.export_row(n, chunks.count(n)), starts.new_zeros(starts.shape[1:]))
             for c, (first, last) in reversed(chunks.of_sequence(n)):
                 inputs, valid = chunks.load(first, last)
                 leaves = [x.requires_grad_() for x in (*inputs, A_log_c.clone(), dt_bias_c.clone())]
