@@ -1,0 +1,539 @@
+"""KDA over packed tree sequences on CUDA: fla-core's chunk kernels around this project's own state scans.
+
+HARTS 3.3 (ChunkLA with exported boundary states). Everything inside a chunk is independent of the carried state, so
+those kernels run once over all packed rows; only the two state scans run round by round, because a round starts from
+states that earlier rounds export. Replay rows are copies of ancestor rows: their outputs are dropped and their
+gradients are added to the ancestor's in float32, in packed order.
+
+Letters: T own rows, X external rows, Y = X + T path rows, P packed rows, Q sequences, C chunks, E exports, H heads,
+K key width, V value width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from harts_titan.ops.kda import fla_pinned as fk
+from harts_titan.ops.kda.kernels import fan_in_rows, fan_in_states, state_scan_backward, state_scan_forward
+from harts_titan.ops.kda.sequences import PackedSequences
+
+# Columns of V per program of the state scans, and their pipeline stages; checked with fla's own scan on an H200.
+SCAN_BLOCK_V = 32
+SCAN_STAGES = 3
+_FAN_BLOCK = 1024
+
+
+class KDATables(NamedTuple):
+    """Index tables of one call, in the order the custom ops take them; device tensors except ``round_R5``."""
+
+    cu_seqlens_Q1: Tensor
+    chunk_indices_C2: Tensor
+    chunk_offset_Q1: Tensor
+    init_row_Q: Tensor
+    init_slot_Q: Tensor
+    """Row of the round's initial-state gradient buffer, -1 = the sequence starts from zero."""
+    export_row_B: Tensor
+    fan_row_F: Tensor
+    """Pool rows that sequences start from, round after round."""
+    fan_ptr_F1: Tensor
+    fan_slot_M: Tensor
+    packed_row_P: Tensor
+    kept_T: Tensor
+    copy_ptr_Y1: Tensor
+    copy_row_P: Tensor
+    export_sequence_E: Tensor
+    round_R5: Tensor
+    """CPU int64, per round: first sequence, sequences, first entry of ``fan_row_F``, entries, sequences with a state."""
+
+
+def prepare_tables(sequences: PackedSequences) -> KDATables:
+    """Return the kernels' index tables of ``sequences``, built once and kept with it.
+
+    Call it before a ``torch.compile`` region that runs :func:`kda_triton`: building them is host work that cannot be
+    traced.
+    """
+    cached = getattr(sequences, "_triton_tables", None)
+    if cached is not None:
+        return cached
+    if torch.compiler.is_compiling():
+        raise ValueError("call prepare_tables(sequences) before the compiled region that runs kda_triton")
+    device = sequences.device
+    init = np.asarray(sequences.init_state_host, dtype=np.int64)
+    slot = np.full(init.size, -1, dtype=np.int64)
+    fan_row, fan_count, fan_slot, rounds = [], [], [], []
+    num_fans = 0
+    for first, last in sequences.rounds:
+        starts = first + np.flatnonzero(init[first:last] >= 0)
+        slot[starts] = np.arange(starts.size)
+        # A stable sort keeps sequence order inside a pool row: the fixed order of the gradient sum.
+        order = np.argsort(init[starts], kind="stable")
+        rows, count = np.unique(init[starts], return_counts=True)
+        fan_row.append(rows)
+        fan_count.append(count)
+        fan_slot.append(slot[starts][order])
+        rounds.append((first, last - first, num_fans, rows.size, starts.size))
+        num_fans += rows.size
+
+    def on_device(array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(torch.int32).to(device)
+
+    empty = np.zeros(0, dtype=np.int64)
+    count = np.concatenate([empty, *fan_count])
+    fan_in = sequences.replay_fan_in
+    tables = KDATables(
+        cu_seqlens_Q1=sequences.cu_seqlens_Q1,
+        chunk_indices_C2=sequences.chunk_indices_C2,
+        chunk_offset_Q1=sequences.chunk_offset_Q1,
+        init_row_Q=sequences.init_state_Q,
+        init_slot_Q=on_device(slot),
+        export_row_B=sequences.export_row_B,
+        fan_row_F=on_device(np.concatenate([empty, *fan_row])),
+        fan_ptr_F1=on_device(np.concatenate([[0], np.cumsum(count)])),
+        fan_slot_M=on_device(np.concatenate([empty, *fan_slot])),
+        packed_row_P=sequences.packed_row_P,
+        kept_T=sequences.kept_T,
+        copy_ptr_Y1=fan_in.ptr_Y1,
+        copy_row_P=fan_in.packed_P,
+        export_sequence_E=on_device(np.asarray(sequences.export_sequence_host, dtype=np.int64)),
+        round_R5=torch.tensor(rounds, dtype=torch.int64).reshape(-1, 5),
+    )
+    object.__setattr__(sequences, "_triton_tables", tables)
+    return tables
+
+
+def kda_triton(
+    q_YHK: Tensor,
+    k_YHK: Tensor,
+    v_YHV: Tensor,
+    f_YHK: Tensor,
+    b_YH: Tensor,
+    A_log_H: Tensor,
+    dt_bias_HK: Tensor,
+    sequences: PackedSequences,
+    lower_bound: float = -5.0,
+    external_state_EHKV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Run KDA over the packed sequences of one call.
+
+    HARTS 3.3. Differentiable in every floating input, through the exported states and the external states included.
+    Deterministic: no atomics, and a row's result does not depend on what else is packed.
+
+    Args:
+        q_YHK: float16, bfloat16 or float32 queries of the path rows (external first), after the short convolution.
+        k_YHK: Keys, same dtype.
+        v_YHV: Values, same dtype.
+        f_YHK: Raw gate, before ``dt_bias``.
+        b_YH: Raw beta, before its sigmoid.
+        A_log_H: float32 log gate scale.
+        dt_bias_HK: float32 gate bias.
+        sequences: Packed sequences on the inputs' device; their ``chunk_size`` is 32 or 64.
+        lower_bound: Log-decay per token lies in (lower_bound, 0); in [-5, 0).
+        external_state_EHKV: float32 states of the pool's external rows, or None.
+
+    Returns:
+        Outputs of own rows (T, H, V) in the inputs' dtype, and float32 exported states (E, H, K, V).
+
+    Raises:
+        ValueError: If shapes, dtypes, ``chunk_size`` or ``lower_bound`` are not supported.
+
+    Memory: beyond the inputs, float32 gates and a state per chunk while it runs; two (P, H, chunk_size) matrices stay
+    for the backward pass, which recomputes the rest.
+    """
+    H, K = q_YHK.shape[1:]
+    V = v_YHV.shape[-1]
+    _check(q_YHK, k_YHK, v_YHV, f_YHK, b_YH, A_log_H, dt_bias_HK, sequences, lower_bound)
+    if external_state_EHKV is None:
+        external_state_EHKV = q_YHK.new_empty((0, H, K, V), dtype=torch.float32)
+    if tuple(external_state_EHKV.shape) != (sequences.num_external_states, H, K, V):
+        raise ValueError(
+            f"external_state_EHKV has shape {tuple(external_state_EHKV.shape)}, "
+            f"needed {(sequences.num_external_states, H, K, V)}"
+        )
+    o_THV, exported_EHKV, _, _ = _kda_forward(
+        q_YHK,
+        k_YHK,
+        v_YHV,
+        f_YHK,
+        b_YH,
+        A_log_H,
+        dt_bias_HK,
+        external_state_EHKV.float(),
+        list(prepare_tables(sequences)),
+        sequences.chunk_size,
+        float(lower_bound),
+    )
+    return o_THV, exported_EHKV
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    sequences: PackedSequences,
+    lower_bound: float,
+) -> None:
+    Y, H, K = q.shape
+    V = v.shape[-1]
+    for name, tensor, shape in (
+        ("k_YHK", k, (Y, H, K)),
+        ("v_YHV", v, (Y, H, V)),
+        ("f_YHK", f, (Y, H, K)),
+        ("b_YH", b, (Y, H)),
+        ("A_log_H", A_log, (H,)),
+        ("dt_bias_HK", dt_bias, (H, K)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, needed {shape} from q_YHK")
+    if q.dtype != k.dtype or q.dtype != v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        raise ValueError(f"q, k, v must share float16, bfloat16 or float32; got {q.dtype}, {k.dtype}, {v.dtype}")
+    if Y != sequences.num_path_rows:
+        raise ValueError(f"q_YHK has {Y} rows, sequences cover {sequences.num_path_rows} path rows")
+    for name, width in (("K", K), ("V", V)):
+        if width not in (16, 32, 64, 128, 256):
+            raise ValueError(f"head width {name} = {width} must be a power of two in [16, 256] for the triton backend")
+    if sequences.chunk_size not in (32, 64):
+        raise ValueError(f"chunk_size = {sequences.chunk_size} must be 32 or 64 for the triton backend")
+    if not -5.0 <= lower_bound < 0.0:
+        raise ValueError(f"lower_bound = {lower_bound} must lie in [-5, 0): the in-chunk exponents overflow below it")
+
+
+def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    # Triton launches on the current device, which need not be the tensors'.
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _scan_warps(device: torch.device) -> int:
+    # Triton before 3.8 races in a tl.dot recurrence on Blackwell with more than two warps.
+    return 2 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10 else 4
+
+
+class _Packed(NamedTuple):
+    """Packed inputs of the chunk kernels, with fla's leading batch dimension of 1."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor
+    g: Tensor
+    """float32 cumulative log2 decay inside the chunk."""
+    q_row: tuple[Tensor, Tensor]
+    """Normalised q of the path rows and its reciprocal norm."""
+    k_row: tuple[Tensor, Tensor]
+
+
+def _pack(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    f: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    t: KDATables,
+    chunk_size: int,
+    lower_bound: float,
+) -> _Packed:
+    """Normalise path rows, gather them in packed order and build the gates; forward and backward run it alike."""
+    qn, q_rstd = fk.l2norm_fwd(q.contiguous())
+    kn, k_rstd = fk.l2norm_fwd(k.contiguous())
+    beta = fk.fused_beta_sigmoid_fwd(b.contiguous())
+    qp, kp, vp, fp, bp = (_gather(x, t) for x in (qn, kn, v, f, beta))
+    g = fk.kda_gate_chunk_cumsum(
+        g=fp[None],
+        A_log=A_log,
+        dt_bias=dt_bias.reshape(-1),
+        scale=fk.RCP_LN2,
+        chunk_size=chunk_size,
+        cu_seqlens=t.cu_seqlens_Q1,
+        chunk_indices=t.chunk_indices_C2,
+        lower_bound=lower_bound,
+    )
+    return _Packed(qp[None], kp[None], vp[None], bp[None], g, (qn, q_rstd), (kn, k_rstd))
+
+
+def _is_identity(t: KDATables) -> bool:
+    # Every own row is packed at least once; as many packed as path rows leave no room for replay or external rows.
+    return t.packed_row_P.shape[0] == t.kept_T.shape[0] == t.copy_ptr_Y1.shape[0] - 1
+
+
+def _gather(rows: Tensor, t: KDATables) -> Tensor:
+    return rows.contiguous() if _is_identity(t) else rows.index_select(0, t.packed_row_P)
+
+
+def _sum_copies(packed: Tensor, t: KDATables, dtype: torch.dtype) -> Tensor:
+    """Gradient of :func:`_gather`: (P, ...) -> (Y, ...), float32 sums in packed order, cast to ``dtype``."""
+    if _is_identity(t):
+        return packed.to(dtype)
+    num_rows = t.copy_ptr_Y1.shape[0] - 1
+    rows = packed.new_empty((num_rows, *packed.shape[1:]), dtype=dtype)
+    width = rows[0].numel()
+    block = min(_FAN_BLOCK, triton.next_power_of_2(width))
+    fan_in_rows[(num_rows * triton.cdiv(width, block),)](
+        packed, rows, t.copy_ptr_Y1, t.copy_row_P, width, BD=block, num_warps=4
+    )
+    return rows
+
+
+def _scan_forward(
+    kg: Tensor, w: Tensor, u: Tensor, g: Tensor, pool: Tensor, t: KDATables, rounds: list[list[int]], chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """State before every chunk and the corrected values; with ``rounds`` the exports are written to ``pool``.
+
+    Without rounds every initial state is already in ``pool``, so one launch covers all sequences.
+    """
+    H, K, V = kg.shape[2], kg.shape[3], u.shape[3]
+    num_chunks, num_sequences = t.chunk_indices_C2.shape[0], t.init_row_Q.shape[0]
+    h = kg.new_empty((1, num_chunks, H, K, V))
+    v_new = torch.empty_like(u)
+    for first, count in [(r[0], r[1]) for r in rounds] or [(0, num_sequences)]:
+        if count == 0:
+            continue
+        state_scan_forward[(count * H * triton.cdiv(V, SCAN_BLOCK_V),)](
+            kg,
+            w,
+            u,
+            g,
+            v_new,
+            h,
+            pool,
+            t.init_row_Q,
+            t.export_row_B,
+            t.cu_seqlens_Q1,
+            t.chunk_offset_Q1,
+            first,
+            H=H,
+            K=K,
+            V=V,
+            BT=chunk_size,
+            BV=SCAN_BLOCK_V,
+            STORE_EXPORTS=bool(rounds),
+            num_warps=_scan_warps(kg.device),
+            num_stages=SCAN_STAGES,
+        )
+    return h, v_new
+
+
+def _scan_backward(
+    qg: Tensor,
+    kg: Tensor,
+    w: Tensor,
+    g: Tensor,
+    do: Tensor,
+    dv: Tensor,
+    dpool: Tensor,
+    t: KDATables,
+    chunk_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Reverse scan, last round first; ``dpool`` holds the exports' gradients and collects those of initial states."""
+    H, K, V = kg.shape[2], kg.shape[3], do.shape[3]
+    rounds = t.round_R5.tolist()
+    size = H * K * V
+    # Rounds run one after another, so one buffer of the largest round serves all.
+    dinit = dpool.new_empty((max((r[4] for r in rounds), default=0), H, K, V))
+    dh = kg.new_empty((1, t.chunk_indices_C2.shape[0], H, K, V))
+    dv_new = torch.empty_like(dv)
+    for first, count, first_fan, num_fans, _ in reversed(rounds):
+        if count == 0:
+            continue
+        state_scan_backward[(count * H * triton.cdiv(V, SCAN_BLOCK_V),)](
+            qg,
+            kg,
+            w,
+            g,
+            do,
+            dv,
+            dv_new,
+            dh,
+            dpool,
+            dinit,
+            t.export_row_B,
+            t.init_slot_Q,
+            t.cu_seqlens_Q1,
+            t.chunk_offset_Q1,
+            first,
+            scale,
+            H=H,
+            K=K,
+            V=V,
+            BT=chunk_size,
+            BV=SCAN_BLOCK_V,
+            num_warps=_scan_warps(kg.device),
+            num_stages=SCAN_STAGES,
+        )
+        if num_fans:
+            fan_in_states[(num_fans * triton.cdiv(size, _FAN_BLOCK),)](
+                dinit, dpool, t.fan_row_F, t.fan_ptr_F1, t.fan_slot_M, first_fan, S=size, BS=_FAN_BLOCK, num_warps=4
+            )
+    return dh, dv_new
+
+
+@torch.library.custom_op(
+    "harts_titan::kda_forward",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor f, Tensor b, Tensor A_log, Tensor dt_bias, Tensor external, "
+        "Tensor[] tables, int chunk_size, float lower_bound) -> (Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def _kda_forward(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lower_bound):
+    """Outputs, exported states, and the two in-chunk matrices the backward pass keeps."""
+    t = KDATables(*tables)
+    (H, K), V = q.shape[1:], v.shape[-1]
+    num_packed, num_external = t.packed_row_P.shape[0], external.shape[0]
+    pool = external.new_empty((num_external + t.export_sequence_E.shape[0], H, K, V))
+    pool[:num_external] = external
+    if num_packed == 0:
+        empty = q.new_empty((1, 0, H, chunk_size))
+        return v.new_empty((0, H, V)), pool[num_external:], empty, empty.clone()
+    with _device_of(q):
+        x = _pack(q, k, v, f, b, A_log, dt_bias, t, chunk_size, lower_bound)
+        chunks = {"cu_seqlens": t.cu_seqlens_Q1, "chunk_indices": t.chunk_indices_C2, "chunk_size": chunk_size}
+        scale = K**-0.5
+        w, u, _, kg, Aqk, Akk = fk.chunk_kda_fwd_intra(
+            q=x.q, k=x.k, v=x.v, gk=x.g, beta=x.beta, scale=scale, safe_gate=True, **chunks
+        )
+        h, v_new = _scan_forward(kg, w, u, x.g, pool, t, t.round_R5.tolist(), chunk_size)
+        o = fk.chunk_gla_fwd_o_gk(q=x.q, v=v_new, g=x.g, A=Aqk, h=h, scale=scale, **chunks)[0]
+        if t.kept_T.shape[0] != num_packed:
+            o = o.index_select(0, t.kept_T)
+    return o, pool[num_external:], Aqk, Akk
+
+
+@_kda_forward.register_fake
+def _(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lower_bound):
+    t = KDATables(*tables)
+    H, K = q.shape[1:]
+    matrix = q.new_empty((1, t.packed_row_P.shape[0], H, chunk_size))
+    return (
+        v.new_empty((t.kept_T.shape[0], H, v.shape[-1])),
+        external.new_empty((t.export_sequence_E.shape[0], H, K, v.shape[-1])),
+        matrix,
+        torch.empty_like(matrix),
+    )
+
+
+@torch.library.custom_op(
+    "harts_titan::kda_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor f, Tensor b, Tensor A_log, Tensor dt_bias, Tensor external, "
+        "Tensor exported, Tensor Aqk, Tensor Akk, Tensor? do, Tensor? dexported, Tensor[] tables, int chunk_size, "
+        "float lower_bound) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
+    ),
+)
+def _kda_backward(
+    q, k, v, f, b, A_log, dt_bias, external, exported, Aqk, Akk, do, dexported, tables, chunk_size, lower_bound
+):
+    """Gradients of the eight differentiable inputs of ``kda_forward``."""
+    t = KDATables(*tables)
+    K = q.shape[2]
+    num_packed, num_external = t.packed_row_P.shape[0], external.shape[0]
+    pool = torch.cat([external, exported])
+    dpool = torch.zeros_like(pool)
+    if dexported is not None:
+        dpool[num_external:] = dexported
+    if num_packed == 0:
+        zeros = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, f, b, A_log, dt_bias)]
+        return (*zeros, dpool[:num_external])
+    with _device_of(q):
+        x = _pack(q, k, v, f, b, A_log, dt_bias, t, chunk_size, lower_bound)
+        chunks = {"cu_seqlens": t.cu_seqlens_Q1, "chunk_indices": t.chunk_indices_C2}
+        sized = {**chunks, "chunk_size": chunk_size}
+        scale = K**-0.5
+        dop = _pack_output_gradient(do, x.v, t)
+        w, u, qg, kg = fk.recompute_w_u_fwd(q=x.q, k=x.k, v=x.v, beta=x.beta, A=Akk, gk=x.g, **chunks)
+        h, v_new = _scan_forward(kg, w, u, x.g, pool, t, [], chunk_size)
+        del u
+        dAqk, dv = fk.chunk_kda_bwd_dAv(q=x.q, k=x.k, v=v_new, do=dop, A=Aqk, scale=scale, **sized)
+        dh, dv = _scan_backward(qg, kg, w, x.g, dop, dv, dpool, t, chunk_size, scale)
+        del w, qg, kg
+        dq, dk, dv, db, dg, dAkk = fk.chunk_kda_bwd_wy_dqkg_fused(
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            v_new=v_new,
+            g=x.g,
+            beta=x.beta,
+            A=Akk,
+            h=h,
+            do=dop,
+            dh=dh,
+            dv=dv,
+            scale=scale,
+            **sized,
+        )
+        del h, dh, v_new, dop
+        dq, dk, db, dg = fk.chunk_kda_bwd_intra(
+            q=x.q,
+            k=x.k,
+            g=x.g,
+            beta=x.beta,
+            dAqk=dAqk,
+            dAkk=dAkk,
+            dq=dq,
+            dk=dk,
+            db=db,
+            dg=dg,
+            safe_gate=True,
+            **sized,
+        )
+        dg = fk.chunk_local_cumsum(dg, chunk_size=chunk_size, reverse=True, **chunks)
+        # Replay rows equal their ancestor row bit for bit, and the remaining steps are linear in the gradient for
+        # fixed inputs: the copies are summed first, in float32, and each path row is finished once.
+        dq, dk, dg, db = (_sum_copies(d[0], t, torch.float32) for d in (dq, dk, dg, db))
+        dv = _sum_copies(dv[0], t, v.dtype)
+        dq, dk = fk.l2norm_bwd(*x.q_row, dq), fk.l2norm_bwd(*x.k_row, dk)
+        df, dA_log, ddt_bias = fk.kda_gate_bwd(
+            g=f.contiguous(), A_log=A_log, dt_bias=dt_bias.reshape(-1), dyg=dg, lower_bound=lower_bound
+        )
+        db = fk.fused_beta_sigmoid_bwd(x=b.contiguous(), dy=db)
+    return dq, dk, dv, df, db, dA_log, ddt_bias.view_as(dt_bias), dpool[:num_external]
+
+
+def _pack_output_gradient(do: Tensor | None, v_packed: Tensor, t: KDATables) -> Tensor:
+    if do is None:
+        return torch.zeros_like(v_packed)
+    if t.kept_T.shape[0] == t.packed_row_P.shape[0]:
+        return do.contiguous()[None]
+    packed = torch.zeros_like(v_packed)
+    packed[0].index_copy_(0, t.kept_T, do)
+    return packed
+
+
+@_kda_backward.register_fake
+def _(q, k, v, f, b, A_log, dt_bias, external, exported, Aqk, Akk, do, dexported, tables, chunk_size, lower_bound):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v, f, b, A_log, dt_bias, external))
+
+
+def _save(ctx, inputs, output):
+    *tensors, tables, chunk_size, lower_bound = inputs
+    _, exported, Aqk, Akk = output
+    ctx.mark_non_differentiable(Aqk, Akk)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, exported, Aqk, Akk, *tables)
+    ctx.num_tensors = len(tensors) + 3
+    ctx.settings = (chunk_size, lower_bound)
+
+
+def _differentiate(ctx, do, dexported, *_):
+    saved = ctx.saved_tensors
+    tensors, tables = saved[: ctx.num_tensors], list(saved[ctx.num_tensors :])
+    if do is None and dexported is None:
+        grads: tuple[Tensor | None, ...] = (None,) * (ctx.num_tensors - 3)
+    else:
+        grads = _kda_backward(*tensors, do, dexported, tables, *ctx.settings)
+    return (*grads, [None] * len(tables), None, None)
+
+
+_kda_forward.register_autograd(_differentiate, setup_context=_save)
