@@ -1,0 +1,52 @@
+"""Public entry of full attention over a compact layout."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from harts_titan.ops.attention.flex import tree_attention_flex
+from harts_titan.ops.attention.mask import TreeMask
+from harts_titan.ops.attention.reference import tree_attention_dense, tree_attention_path
+from harts_titan.ops.backend import AUTO, choose
+
+
+def tree_attention(
+    q_THK: Tensor, k_YHK: Tensor, v_YHV: Tensor, mask: TreeMask, *, scale: float, backend: str = AUTO
+) -> Tensor:
+    """Softmax attention in which every row sees exactly its ancestors and itself (HARTS 5).
+
+    Args:
+        q_THK: Queries of the own rows.
+        k_YHK: Keys of the path rows, external rows first.
+        v_YHV: Values; V may differ from K.
+        mask: Visibility, on the inputs' device.
+        scale: Factor on the scores, for Ling ``K^-0.5``.
+        backend: "auto", "fa4", "flex", "path" or "dense".
+
+    Returns:
+        (T, H, V) in the dtype of ``v``.
+
+    Raises:
+        ValueError: If shapes or devices disagree with ``mask``, or a forced backend cannot run.
+    """
+    rows, heads, key_dim = q_THK.shape
+    if rows != mask.num_rows:
+        raise ValueError(f"q has {rows} rows, the mask {mask.num_rows} own rows")
+    if k_YHK.shape != (mask.num_path_rows, heads, key_dim) or v_YHV.shape[:2] != k_YHK.shape[:2]:
+        raise ValueError(
+            f"k has shape {tuple(k_YHK.shape)}, v {tuple(v_YHV.shape)}; expected ({mask.num_path_rows} path rows, "
+            f"{heads} heads, {key_dim} or the value dim)"
+        )
+    if mask.device != q_THK.device:
+        raise ValueError(f"mask is on {mask.device}, q on {q_THK.device}; use mask.to(device)")
+    name = choose("attention", backend, device=q_THK.device, dtype=q_THK.dtype)
+    if rows == 0:
+        # No queries, still a graph: keys and values get zero gradients.
+        return q_THK.sum(-1, keepdim=True) * v_YHV.sum(0)
+    if name == "fa4":
+        # flash-attn-4 is optional: it exists for Hopper and newer only.
+        from harts_titan.ops.attention.fa4 import tree_attention_fa4
+
+        return tree_attention_fa4(q_THK, k_YHK, v_YHV, mask, scale)
+    implementation = {"flex": tree_attention_flex, "path": tree_attention_path, "dense": tree_attention_dense}[name]
+    return implementation(q_THK, k_YHK, v_YHV, mask, scale)
