@@ -1,0 +1,34 @@
+"""Planners: which prefixes are shared, which trajectories run together, and in which order rows are computed."""
+
+from harts_titan.tree.forest import Forest, build_forest
+from harts_titan.tree.invariants import check_call, check_step
+from harts_titan.tree.layout import MODES, Attachment, build_layout, expanded_forests, plan_forest_rounds
+from harts_titan.tree.partition import Partition, contiguous_partition
+from harts_titan.tree.plan import CallLayout, ConsumerPlan, StepPlan
+from harts_titan.tree.rounds import RoundPlan, plan_rounds
+from harts_titan.tree.sorting import neighbour_lcp, sort_trajectories
+from harts_titan.tree.stats import PlanStats
+from harts_titan.tree.step import plan_step
+
+__all__ = [
+    "MODES",
+    "Attachment",
+    "CallLayout",
+    "ConsumerPlan",
+    "Forest",
+    "Partition",
+    "PlanStats",
+    "RoundPlan",
+    "StepPlan",
+    "build_forest",
+    "build_layout",
+    "check_call",
+    "check_step",
+    "contiguous_partition",
+    "expanded_forests",
+    "neighbour_lcp",
+    "plan_forest_rounds",
+    "plan_rounds",
+    "plan_step",
+    "sort_trajectories",
+]

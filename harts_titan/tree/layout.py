@@ -1,0 +1,286 @@
+"""Index arrays of one model call, from a segment forest and its rounds (HARTS 3.3 and 3.4).
+
+Path rows are numbered ``[0, X)`` for the rows of a producer's interface and ``[X, X+T)`` for own rows. Own rows are
+laid out in the order in which the packed linear-attention sequences produce them, round after round, so no layer has
+to permute them; every parent row comes before its children.
+
+Shapes: T own rows, X external rows, Y = X+T path rows, S positions, N trajectories, V segments, Q sequences, P packed
+rows, E exported states, R rounds, W short-convolution taps, J (trajectory, part) pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from harts_titan.tree import row_kernels as rk
+from harts_titan.tree.forest import Forest
+from harts_titan.tree.rounds import RoundPlan, plan_rounds
+
+MODES = ("compact", "nodewise", "expanded")
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """How a consumer hangs on a producer: the producer's interface rows, and where the consumer's roots attach.
+
+    A root of the attached forest starts at absolute position ``position_X[attach_row_V[root]] + 1``.
+
+    Attributes:
+        parent_X: int64 previous row of the path, -1 at position 0; parents come before children.
+        position_X: int64 absolute position of each row.
+        state_row_E: int64 row after which each handed-over recurrent state was taken; a consumer needs the state in
+            front of each root's last chunk boundary.
+        attach_row_V: int64 row each root continues, -1 where a segment is no root or a root starts at position 0.
+        end_row_N: int64 row of the last token of a trajectory that lies wholly in the producer, else -1.
+    """
+
+    parent_X: np.ndarray
+    position_X: np.ndarray
+    state_row_E: np.ndarray
+    attach_row_V: np.ndarray
+    end_row_N: np.ndarray
+
+    def root_start(self) -> np.ndarray:
+        """Return the absolute start of each root, 0 elsewhere: int64 (V,)."""
+        start_V = np.zeros_like(self.attach_row_V)
+        hung = self.attach_row_V >= 0
+        start_V[hung] = self.position_X[self.attach_row_V[hung]] + 1
+        return start_V
+
+
+def detached(num_segments: int, num_trajectories: int) -> Attachment:
+    """Return the attachment of a consumer without producer."""
+    none = np.zeros(0, np.int64)
+    return Attachment(none, none, none, np.full(num_segments, -1), np.full(num_trajectories, -1))
+
+
+def plan_forest_rounds(
+    forest: Forest, *, chunk_size: int, mode: str, attachment: Attachment | None = None
+) -> RoundPlan:
+    """Return the rounds of a forest under an execution mode.
+
+    Args:
+        forest: segments of the consumer.
+        chunk_size: tokens in a linear-attention chunk.
+        mode: ``compact`` (fewest rounds, with replay), ``nodewise`` (a round per segment, no replay) or ``expanded``
+            (one round of whole trajectories; the forest has only roots).
+        attachment: the producer hung on, if any.
+
+    Returns:
+        The plan of ``plan_rounds`` for ``compact``, its trivial counterpart otherwise.
+
+    Raises:
+        ValueError: If ``mode`` is unknown, or ``expanded`` is asked of a forest with forks.
+    """
+    num_segments = forest.num_segments
+    none = np.zeros(num_segments, np.int64)
+    if mode == "compact":
+        root_start = None if attachment is None else attachment.root_start()
+        return plan_rounds(forest.parent_V, forest.length_V, chunk_size, root_start)
+    if mode == "nodewise":
+        return RoundPlan(num_segments, np.arange(num_segments), np.zeros(num_segments, bool), none)
+    if mode == "expanded":
+        if (forest.parent_V >= 0).any():
+            raise ValueError("mode 'expanded' takes whole trajectories, each a root of its own")
+        return RoundPlan(min(1, num_segments), none, np.zeros(num_segments, bool), none)
+    raise ValueError(f"mode is {mode!r}; must be one of {MODES}")
+
+
+def build_layout(
+    forest: Forest,
+    rounds: RoundPlan,
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    trajectory_N: np.ndarray,
+    *,
+    chunk_size: int,
+    num_taps: int = 4,
+    restart_chunks: bool = False,
+    attachment: Attachment | None = None,
+) -> dict[str, np.ndarray]:
+    """Return every array of a ``CallLayout``, by field name (HARTS 3.3, 3.4).
+
+    Args:
+        forest: segments; its trajectory indices count in ``trajectory_N``.
+        rounds: rounds and continuations of the segments.
+        tokens: int32 (S of the step,) token ids.
+        offsets: int64 (trajectories of the step + 1,) bounds.
+        trajectory_N: int64 indices of the call's trajectories in the step batch; fixes the order of positions.
+        chunk_size: tokens in a linear-attention chunk.
+        num_taps: width of the short convolution.
+        restart_chunks: True if every sequence starts a chunk grid of its own at its first token (mode ``nodewise``),
+            False if sequences start on the absolute chunk grid and replay.
+        attachment: the producer hung on, if any.
+
+    Returns:
+        Arrays named like the fields of ``CallLayout``; int64, ``seg_continues_V`` bool.
+
+    Raises:
+        ValueError: If ``num_taps`` is not positive or a root needs a state that the producer does not hand over.
+    """
+    if num_taps < 1:
+        raise ValueError(f"num_taps is {num_taps}, must be at least 1")
+    hang = detached(forest.num_segments, len(trajectory_N)) if attachment is None else attachment
+    tokens = np.ascontiguousarray(tokens, dtype=np.int32)
+    trajectory_N = np.ascontiguousarray(trajectory_N, dtype=np.int64)
+    first_of_source_V = offsets[trajectory_N[forest.source_V]]
+    num_external = hang.parent_X.shape[0]
+
+    sequence_V, head_Q, memory_order = _number_sequences(forest, rounds)
+    seg_row_V = np.zeros(forest.num_segments, np.int64)
+    seg_row_V[memory_order] = np.cumsum(forest.length_V[memory_order]) - forest.length_V[memory_order]
+    token_T, position_T, segment_T, parent_Y = rk.own_rows(
+        forest.parent_V, forest.start_V, forest.length_V, seg_row_V, memory_order, hang.attach_row_V, hang.parent_X,
+        tokens, first_of_source_V,
+    )  # fmt: skip
+
+    end_row_N = hang.end_row_N.copy()
+    own = forest.end_segment_N >= 0
+    last = forest.end_segment_N[own]
+    end_row_N[own] = num_external + seg_row_V[last] + forest.end_position_N[own] - 1 - forest.start_V[last]
+    position_offset_N1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(forest.end_position_N)])
+    row_of_position_S, label_S, source_position_S = rk.map_positions(
+        parent_Y, end_row_N, position_offset_N1, tokens, offsets[trajectory_N]
+    )
+    tin_Y, tout_Y = rk.depth_first_intervals(parent_Y)
+    part_T, path_trajectory_J, path_part_J = rk.cut_parts(
+        forest.parent_V, forest.length_V, seg_row_V, memory_order, forest.end_segment_N, end_row_N - num_external
+    )
+    out = {
+        "token_T": token_T,
+        "position_T": position_T,
+        "multiplicity_T": rk.count_passing(parent_Y, end_row_N)[num_external:],
+        "segment_T": segment_T,
+        "parent_Y": parent_Y,
+        "tin_Y": tin_Y,
+        "tout_Y": tout_Y,
+        "conv_tap_TW": _convolution_taps(parent_Y, num_external, num_taps),
+        "row_of_position_S": row_of_position_S,
+        "label_S": label_S,
+        "source_position_S": source_position_S,
+        "trajectory_N": trajectory_N,
+        "position_offset_N1": position_offset_N1,
+        "seg_parent_V": forest.parent_V,
+        "seg_start_V": forest.start_V,
+        "seg_length_V": forest.length_V,
+        "seg_row_V": seg_row_V,
+        "seg_depth_V": forest.depth_V,
+        "seg_sequence_V": sequence_V,
+        "seg_round_V": rounds.round_of_segment,
+        "seg_continues_V": rounds.continues_parent,
+        "seg_attach_V": hang.attach_row_V,
+        "part_T": part_T,
+        "path_trajectory_J": path_trajectory_J,
+        "path_part_J": path_part_J,
+        "round_ptr_R1": np.searchsorted(rounds.round_of_segment[head_Q], np.arange(rounds.num_rounds + 1)),
+    }
+    out.update(_pack(out, head_Q, hang.state_row_E, chunk_size=chunk_size, restart_chunks=restart_chunks))
+    return {name: _frozen(array) for name, array in out.items()}
+
+
+def _frozen(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array, dtype=bool if array.dtype == bool else np.int64)
+
+
+def _number_sequences(forest: Forest, rounds: RoundPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the sequence of each segment, the head of each sequence, and the segments in memory order."""
+    head_V = rk.sequence_heads(forest.parent_V, rounds.continues_parent)
+    # Within a round, heads in depth-first order: a child that starts in its parent's round then follows its parent.
+    head_Q = np.flatnonzero(~rounds.continues_parent)
+    head_Q = head_Q[np.argsort(rounds.round_of_segment[head_Q], kind="stable")]
+    rank = np.zeros(forest.num_segments, np.int64)
+    rank[head_Q] = np.arange(head_Q.shape[0])
+    sequence_V = rank[head_V]
+    return sequence_V, head_Q, np.lexsort((forest.start_V, sequence_V))
+
+
+def _convolution_taps(parent_Y: np.ndarray, num_external: int, num_taps: int) -> np.ndarray:
+    """Return the last ``num_taps`` path rows of each own row, oldest first, -1 before the root."""
+    row = np.arange(num_external, parent_Y.shape[0])
+    taps = np.full((row.shape[0], num_taps), -1, np.int64)
+    for j in range(num_taps - 1, -1, -1):
+        taps[:, j] = row
+        row = np.where(row >= 0, parent_Y[row], -1)
+    return taps
+
+
+def _pack(
+    rows: dict[str, np.ndarray], head_Q: np.ndarray, state_row_E: np.ndarray, *, chunk_size: int, restart_chunks: bool
+) -> dict[str, np.ndarray]:
+    """Lay the sequences out as packed rows with replay, and wire exported states to initial states."""
+    num_external = rows["parent_Y"].shape[0] - rows["token_T"].shape[0]
+    head_start_Q = rows["seg_start_V"][head_Q]
+    start_Q = head_start_Q if restart_chunks else head_start_Q // chunk_size * chunk_size
+    replay_Q = head_start_Q - start_Q
+    own_Q = np.bincount(rows["seg_sequence_V"], rows["seg_length_V"], head_Q.shape[0]).astype(np.int64)
+    cu_seqlens_Q1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(own_Q + replay_Q)])
+    first_row_Q = num_external + rows["seg_row_V"][head_Q]
+    packed_row_P, kept_T, anchor_row_Q = rk.pack_sequences(
+        rows["parent_Y"], first_row_Q, own_Q, replay_Q, cu_seqlens_Q1
+    )
+
+    init_state_Q = np.full(head_Q.shape[0], -1)
+    handed = {int(row): e for e, row in enumerate(state_row_E)}
+    for q in np.flatnonzero((anchor_row_Q >= 0) & (anchor_row_Q < num_external)):
+        if int(anchor_row_Q[q]) not in handed:
+            raise ValueError(
+                f"sequence {q} starts at position {start_Q[q]} behind producer row {anchor_row_Q[q]}, whose state is "
+                f"not handed over; add the row to state_row_E"
+            )
+        init_state_Q[q] = handed[int(anchor_row_Q[q])]
+    needs = np.flatnonzero(anchor_row_Q >= num_external)
+    made_by = rows["seg_sequence_V"][rows["segment_T"][anchor_row_Q[needs] - num_external]]
+    # Rounding up only matters with restart_chunks, where the state after a last, partial chunk is handed on.
+    boundary = -(-(start_Q[needs] - start_Q[made_by]) // chunk_size)
+    pair, index = np.unique(np.stack([made_by, boundary], axis=1), axis=0, return_inverse=True)
+    init_state_Q[needs] = len(state_row_E) + index.reshape(-1)
+    return {
+        "packed_row_P": packed_row_P,
+        "kept_T": kept_T,
+        "cu_seqlens_Q1": cu_seqlens_Q1,
+        "init_state_Q": init_state_Q,
+        "replay_Q": replay_Q,
+        "start_Q": start_Q,
+        "export_sequence_E": pair[:, 0],
+        "export_boundary_E": pair[:, 1],
+    }
+
+
+def expanded_forests(
+    length_N: np.ndarray, *, call_capacity: int, reverse: bool = False
+) -> Iterator[tuple[np.ndarray, Forest]]:
+    """Yield calls of whole trajectories, each a root of its own: the baseline that shares nothing.
+
+    Trajectories are taken in order (or in reverse) and a call is closed when the next one does not fit. A trajectory
+    longer than ``call_capacity`` gets a call of its own.
+
+    Args:
+        length_N: int64 tokens of each trajectory.
+        call_capacity: rows a call may have.
+        reverse: True to take the last trajectory first.
+
+    Yields:
+        Places in ``length_N`` of the call's trajectories, and their forest.
+    """
+    places = np.arange(length_N.shape[0])
+    if reverse:
+        places = places[::-1]
+    call: list[int] = []
+    rows = 0
+    for place in places.tolist():
+        if call and rows + length_N[place] > call_capacity:
+            yield _roots(np.array(call), length_N)
+            call, rows = [], 0
+        call.append(place)
+        rows += int(length_N[place])
+    if call:
+        yield _roots(np.array(call), length_N)
+
+
+def _roots(call: np.ndarray, length_N: np.ndarray) -> tuple[np.ndarray, Forest]:
+    index, none = np.arange(call.shape[0]), np.zeros(call.shape[0], np.int64)
+    length = length_N[call]
+    return call, Forest(np.full(call.shape[0], -1), none, length, index, none, index, length)
