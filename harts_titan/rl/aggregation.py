@@ -46,15 +46,5 @@ def position_coefficients(positions: PositionBatch, totals: StepTotals, config: 
     raise ValueError(f"rl.aggregation is {config.aggregation!r}; it must be one of {AGGREGATIONS}")
 
 
-def aggregate(value_S: Tensor, coefficient_S: Tensor) -> Tensor:
-    """Return ``sum_s coefficient_s * value_s`` as a float64 scalar, differentiable in ``value_S``.
-
-    Args:
-        value_S: Terms; those of untrained positions must be finite.
-        coefficient_S: float64 from ``position_coefficients``.
-    """
-    return (coefficient_S * value_S.to(torch.float64)).sum()
-
-
 def _inverse(denominator: float) -> float:
     return 1.0 / denominator if denominator > 0 else 0.0

@@ -56,11 +56,6 @@ class Metric:
         padded = torch.cat([torch.where(where_S, value_S, worst), value_S.new_full((1,), worst)])
         return cls(kind, padded.max() if kind == "max" else padded.min(), count)
 
-    @classmethod
-    def total(cls, value: Tensor, count: Tensor) -> Metric:
-        """Build a ``sum`` metric from a scalar, e.g. one term of a loss that is already normalised by the step."""
-        return cls("sum", value.detach().to(torch.float64), count)
-
     def merge(self, other: Metric) -> Metric:
         """Combine two parts of one figure.
 

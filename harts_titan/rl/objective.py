@@ -14,7 +14,7 @@ from torch import Tensor
 
 import harts_titan.rl.objectives  # noqa: F401  registers the built-in objectives
 from harts_titan.rl.advantages import trajectory_advantages
-from harts_titan.rl.aggregation import aggregate, position_coefficients
+from harts_titan.rl.aggregation import position_coefficients
 from harts_titan.rl.config import OBJECTIVE_DEFAULT, ObjectiveConfig, check_sequence_norm
 from harts_titan.rl.kl import kl_estimate
 from harts_titan.rl.metrics import Metric
@@ -37,6 +37,9 @@ class ObjectiveOutput:
     loss: Tensor
     """float64 scalar: this call's share of the step's loss. Shares add up over calls and ranks; nothing is left to
     divide. A data-parallel wrapper that averages gradients over ranks must be undone by its number of ranks."""
+
+    loss_S: Tensor
+    """float64 (S,), detached: each position's share of ``loss``. Tells which trajectory made a loss non-finite."""
 
     metrics: dict[str, Metric]
     """Partial figures; combine with ``merge_metrics`` and ``all_reduce_metrics``."""
@@ -167,28 +170,30 @@ class Objective:
         logprob_S = torch.where(trained_S, logprob_S, 0.0).to(torch.promote_types(logprob_S.dtype, torch.float32))
         term = self.spec.term(logprob_S, positions, self.config)
         policy_S = term.loss_S
-        metrics = {"trained_tokens": Metric.total(trained_S.sum(), trained_S.sum()), **term.metrics}
+        metrics = {"trained_tokens": Metric.over("sum", trained_S, trained_S), **term.metrics}
         if self.config.tis_cap > 0:
             tis_weight_S, tis_metrics = _truncated_weights(logprob_S, positions, self.config.tis_cap)
             policy_S = policy_S * tis_weight_S
             metrics |= tis_metrics
-        loss = aggregate(torch.where(trained_S, policy_S, 0.0), coefficient_S)
-        metrics["policy_loss"] = Metric.total(loss, trained_S.sum())
+        policy_S = torch.where(trained_S, policy_S, 0.0)
+        metrics["policy_loss"] = Metric.over("sum", coefficient_S * policy_S.detach(), trained_S)
+        total_S = policy_S.to(torch.float64)
         if positions.ref_logprob_S is not None:
             ref_logprob_S = positions.ref_logprob_S.to(logprob_S.dtype)
             policy_logprob_S = logprob_S if self.config.kl_coef > 0 else logprob_S.detach()
             kl_S = kl_estimate(policy_logprob_S, ref_logprob_S, estimator=self.config.kl_estimator)
             metrics["kl_ref"] = Metric.over("mean", kl_S, trained_S)
             if self.config.kl_coef > 0:
-                loss = loss + self.config.kl_coef * aggregate(kl_S, coefficient_S)
+                total_S = total_S + self.config.kl_coef * kl_S
         if entropy_S is not None:
             entropy_S = torch.where(trained_S, entropy_S, 0.0)
             metrics["entropy"] = Metric.over("mean", entropy_S, trained_S)
             if self.needs_entropy:
-                loss = loss - self.config.entropy_coef * aggregate(entropy_S, coefficient_S)
-        metrics["loss"] = Metric.total(loss, trained_S.sum())
+                total_S = total_S - self.config.entropy_coef * entropy_S
+        loss_S = coefficient_S * total_S
+        metrics["loss"] = Metric.over("sum", loss_S, trained_S)
         metrics |= _common_metrics(logprob_S.detach(), positions)
-        return ObjectiveOutput(loss, metrics)
+        return ObjectiveOutput(loss_S.sum(), loss_S.detach(), metrics)
 
     def _reason(self, need: str) -> str:
         if need == "ref_logprob" and self.config.kl_coef > 0:
