@@ -159,7 +159,7 @@ def state_scan_backward(
 
 @triton.jit(do_not_specialize=["first_fan"])
 def fan_in_states(dinit, dpool, fan_row, fan_ptr, fan_slot, first_fan, S: tl.constexpr, BS: tl.constexpr):
-    """``dpool[fan_row[i]] += sum of dinit[fan_slot[p]]`` over the sequences that start from that state, in their order."""
+    """``dpool[fan_row[i]] += sum of dinit[fan_slot[p]]`` over the sequences that start there, in order."""
     NS: tl.constexpr = (S + BS - 1) // BS
     pid = tl.program_id(0)
     i_f = first_fan + pid // NS

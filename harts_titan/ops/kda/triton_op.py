@@ -49,7 +49,7 @@ class KDATables(NamedTuple):
     copy_row_P: Tensor
     export_sequence_E: Tensor
     round_R5: Tensor
-    """CPU int64, per round: first sequence, sequences, first entry of ``fan_row_F``, entries, sequences with a state."""
+    """CPU int64, per round: first sequence, sequences, first of ``fan_row_F``, entries there, starts from a state."""
 
 
 def prepare_tables(sequences: PackedSequences) -> KDATables:
@@ -196,7 +196,7 @@ def _check(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, needed {shape} from q_YHK")
     if q.dtype != k.dtype or q.dtype != v.dtype or q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"q, k, v must share float16, bfloat16 or float32; got {q.dtype}, {k.dtype}, {v.dtype}")
-    if Y != sequences.num_path_rows:
+    if sequences.num_path_rows != Y:
         raise ValueError(f"q_YHK has {Y} rows, sequences cover {sequences.num_path_rows} path rows")
     for name, width in (("K", K), ("V", V)):
         if width not in (16, 32, 64, 128, 256):

@@ -1,0 +1,232 @@
+"""Ancestor attention with flash-attn-4: an ancestor mask per element, block-sparse tiles around it.
+
+HARTS 5 (full attention): row q sees row k iff k is q itself or an ancestor of it, ``tin[k] <= tin[q] < tout[k]`` in
+depth-first numbers. Rows are in the plan's sequence order, so the mask compares depth-first numbers, and the tables
+name the tiles with any visible pair (partial) and those with only visible pairs (full, no mask evaluated).
+
+Outputs are deterministic, and so are the gradients of k and v. The gradient of q is summed with float32 atomics on
+compute capability 9 (flash-attn-4 has no deterministic block-sparse kernel there), so two runs may differ in its last
+bits; the "path" backend has a fixed order.
+
+Letters: T own rows, X external rows, Y = X + T path rows, H heads, K query/key width, V value width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from flash_attn.cute import utils
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from torch import Tensor
+
+from harts_titan.ops.attention.mask import TreeMask, block_tables
+
+
+class TileSizes(NamedTuple):
+    """Rows of q and k per entry of the block tables; multiples of flash-attn-4's own tiles."""
+
+    forward: tuple[int, int]
+    backward: tuple[int, int]
+
+
+def tile_sizes(head_dim: int, capability: tuple[int, int]) -> TileSizes:
+    """Return the block sizes flash-attn-4 4.0.0b36 accepts for a head width on a device.
+
+    Raises:
+        ValueError: If the head width is above 192 or the device is neither Hopper nor Blackwell.
+    """
+    if head_dim > 192:
+        raise ValueError(f"q/k head width {head_dim} exceeds 192; use backend='flex' for this attention")
+    if capability[0] == 9:
+        # The backward kernel for widths in (128, 192] works on 96 keys at a time.
+        return TileSizes((128, 128), (128, 96 if head_dim > 128 else 128))
+    if capability[0] in (10, 11):
+        # Two q tiles per program forward; pairs of key tiles backward at width 192. Not measured yet.
+        return TileSizes((256, 128), (128, 256 if head_dim > 128 else 128))
+    raise ValueError(
+        f"compute capability {capability} has no block-sparse backward in flash-attn-4; use backend='flex'"
+    )
+
+
+@cute.jit
+def ancestor_mask(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+    """``tin_k[n] <= tin_q[m] < tout_k[n]``; the last tile's rows past the end are clamped, their scores are dropped."""
+    m = cutlass.min(m_idx[0], seqlen_info.seqlen_q - 1)
+    n = cutlass.min(n_idx[0], seqlen_info.seqlen_k - 1)
+    tin_q = utils.scalar_to_ssa(aux_tensors[0][m], cutlass.Int32)
+    tin_k = utils.scalar_to_ssa(aux_tensors[1][n], cutlass.Int32)
+    tout_k = utils.scalar_to_ssa(aux_tensors[2][n], cutlass.Int32)
+    return (tin_k <= tin_q) & (tin_q < tout_k)
+
+
+def tree_attention_fa4(q_THK: Tensor, k_YHK: Tensor, v_YHV: Tensor, mask: TreeMask, scale: float) -> Tensor:
+    """Attend from every own row to its ancestors and itself.
+
+    Args:
+        q_THK: float16 or bfloat16 queries of own rows.
+        k_YHK: Keys of the path rows, external rows first; same dtype.
+        v_YHV: Values, same dtype; V <= 128 for K in (128, 192].
+        mask: Depth-first intervals of the path rows, on the inputs' device.
+        scale: Factor of the scores, usually K ** -0.5.
+
+    Returns:
+        (T, H, V) in the inputs' dtype.
+
+    Raises:
+        ValueError: If shapes, dtypes or the device are not supported.
+
+    Memory: one float32 log-sum-exp per row and head beside the output, and the block tables (kept with the mask).
+    """
+    _check(q_THK, k_YHK, v_YHV, mask)
+    tables = prepare_tables(mask, q_THK.shape[-1])
+    sizes = [*tables.sizes.forward, *tables.sizes.backward]
+    out, _ = _attention_forward(
+        q_THK, k_YHK, v_YHV, tables.intervals, tables.forward, tables.backward, sizes, float(scale)
+    )
+    return out
+
+
+class FA4Tables(NamedTuple):
+    """What the kernels read besides q, k and v; all int32 on the device."""
+
+    intervals: list[Tensor]
+    """tin of own rows, tin of path rows, tout of path rows."""
+    forward: list[Tensor]
+    """Per q block: partial count, partial kv blocks, full count, full kv blocks; (1, 1, blocks[, entries])."""
+    backward: list[Tensor]
+    """Per kv block: the same of q blocks."""
+    sizes: TileSizes
+
+
+def prepare_tables(mask: TreeMask, head_dim: int) -> FA4Tables:
+    """Return the kernels' tables of ``mask`` for one head width, built once and kept with it.
+
+    Call it before a ``torch.compile`` region that runs :func:`tree_attention_fa4`: building them is host work that
+    cannot be traced.
+    """
+    cache: dict[TileSizes, FA4Tables] | None = getattr(mask, "_fa4_tables", None)
+    sizes = tile_sizes(head_dim, torch.cuda.get_device_capability(mask.device))
+    if cache is not None and sizes in cache:
+        return cache[sizes]
+    if torch.compiler.is_compiling():
+        raise ValueError("call prepare_tables(mask, head_dim) before the compiled region that runs tree_attention_fa4")
+    if cache is None:
+        cache = {}
+        object.__setattr__(mask, "_fa4_tables", cache)
+    cache[sizes] = FA4Tables(
+        [mask.tin_Y[mask.num_external_rows :].clone(), mask.tin_Y, mask.tout_Y],
+        list(block_tables(mask, *sizes.forward)[:4]),
+        list(block_tables(mask, *sizes.backward)[4:]),
+        sizes,
+    )
+    return cache[sizes]
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask) -> None:
+    Y = k.shape[0]
+    T = Y - mask.num_external_rows
+    (_, H, K), V = q.shape, v.shape[-1]
+    if tuple(q.shape) != (T, H, K) or tuple(k.shape) != (Y, H, K) or tuple(v.shape) != (Y, H, V):
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit: needed (T, H, K), (Y, H, K), "
+            f"(Y, H, V) with Y - T = num_external_rows = {mask.num_external_rows}"
+        )
+    if mask.num_path_rows != Y or mask.device != q.device:
+        raise ValueError(f"mask covers {mask.num_path_rows} path rows on {mask.device}, k has {Y} rows on {q.device}")
+    if q.dtype not in (torch.float16, torch.bfloat16) or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"q, k, v must share float16 or bfloat16; got {q.dtype}, {k.dtype}, {v.dtype}")
+
+
+def _blocks(tables: list[Tensor], size: list[int]) -> BlockSparseTensorsTorch:
+    return BlockSparseTensorsTorch(*tables, block_size=(size[0], size[1]))
+
+
+@torch.library.custom_op(
+    "harts_titan::tree_attention_fa4",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor[] intervals, Tensor[] forward_blocks, Tensor[] backward_blocks, "
+        "int[] sizes, float scale) -> (Tensor, Tensor)"
+    ),
+)
+def _attention_forward(q, k, v, intervals, forward_blocks, backward_blocks, sizes, scale):
+    """Output and float32 log-sum-exp (H, T)."""
+    if q.shape[0] == 0:
+        return v.new_empty((0, *v.shape[1:])), q.new_empty((q.shape[1], 0), dtype=torch.float32)
+    with torch.cuda.device(q.device):
+        out, lse = _flash_attn_fwd(
+            q[None],
+            k[None],
+            v[None],
+            softmax_scale=scale,
+            mask_mod=ancestor_mask,
+            aux_tensors=intervals,
+            block_sparse_tensors=_blocks(forward_blocks, sizes[:2]),
+            return_lse=True,
+        )[:2]
+    return out[0], lse[0]
+
+
+@_attention_forward.register_fake
+def _(q, k, v, intervals, forward_blocks, backward_blocks, sizes, scale):
+    return q.new_empty((q.shape[0], *v.shape[1:])), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op(
+    "harts_titan::tree_attention_fa4_backward",
+    mutates_args=(),
+    schema=(
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor[] intervals, "
+        "Tensor[] backward_blocks, int[] sizes, float scale) -> (Tensor, Tensor, Tensor)"
+    ),
+)
+def _attention_backward(q, k, v, out, lse, dout, intervals, backward_blocks, sizes, scale):
+    if q.shape[0] == 0:
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    with torch.cuda.device(q.device):
+        dq, dk, dv = _flash_attn_bwd(
+            q[None],
+            k[None],
+            v[None],
+            out[None],
+            dout.contiguous()[None],
+            lse[None],
+            scale,
+            mask_mod=ancestor_mask,
+            aux_tensors=intervals,
+            block_sparse_tensors=_blocks(backward_blocks, sizes[2:]),
+        )
+    return dq[0], dk[0], dv[0]
+
+
+@_attention_backward.register_fake
+def _(q, k, v, out, lse, dout, intervals, backward_blocks, sizes, scale):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, intervals, forward_blocks, backward_blocks, sizes, scale = inputs
+    out, lse = output
+    ctx.mark_non_differentiable(lse)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, out, lse, *intervals, *backward_blocks)
+    ctx.settings = (len(intervals), len(forward_blocks), len(backward_blocks), sizes, scale)
+
+
+def _differentiate(ctx, dout, _):
+    num_intervals, num_forward, num_backward, sizes, scale = ctx.settings
+    q, k, v, out, lse, *tables = ctx.saved_tensors
+    grads: tuple[Tensor | None, ...] = (None, None, None)
+    if dout is not None:
+        grads = _attention_backward(
+            q, k, v, out, lse, dout, tables[:num_intervals], tables[num_intervals:], sizes, scale
+        )
+    empty = ([None] * n for n in (num_intervals, num_forward, num_backward))
+    return (*grads, *empty, None, None)
+
+
+_attention_forward.register_autograd(_differentiate, setup_context=_save)
