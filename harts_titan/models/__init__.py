@@ -1,0 +1,1 @@
+"""Model families: one folder per family, and ``common`` for what they share."""

@@ -1,0 +1,1 @@
+"""Layers, router statistics and call inputs shared by the model families."""

@@ -1,0 +1,42 @@
+"""Precision rules every layer follows.
+
+A model is built and moved in one dtype; arithmetic that would lose too much in 16 bits runs in float32, and nothing that
+is already wider is narrowed, so the same code runs in bfloat16, float32 and float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype for norms, gates, router logits and sums: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+class WideModule(nn.Module):
+    """A module whose own parameters never go below float32, whatever the model is cast to.
+
+    ``model.to(torch.bfloat16)`` keeps them in float32; ``model.to(torch.float64)`` makes them float64. Buffers named in
+    ``fixed_float32`` stay float32 in both cases.
+    """
+
+    fixed_float32: tuple[str, ...] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        def keep_wide(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            if not tensor.is_floating_point() or moved.dtype == tensor.dtype:
+                return moved
+            if any(tensor is getattr(self, name, None) for name in self.fixed_float32):
+                return tensor.to(moved.device)
+            return tensor.to(moved.device, wide_dtype(moved.dtype))
+
+        if recurse:
+            for module in self.children():
+                module._apply(fn)
+        # The children are done above with the caller's function; only this module's own tensors are protected.
+        return super()._apply(keep_wide, recurse=False)

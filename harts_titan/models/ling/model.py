@@ -1,0 +1,195 @@
+"""Ling-3.0 on the rows of a plan. Single-device code: sharding and recomputation are applied from outside.
+
+Letters: T compact rows, S semantic positions, D model dimension, E experts, A experts per row, W vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+from torch.utils.checkpoint import checkpoint
+from torchtitan.protocols.model import ModelProtocol
+
+from harts_titan.models.common.feed_forward import FeedForward
+from harts_titan.models.common.layer_run import LayerRun
+from harts_titan.models.common.lm_head import LMHead
+from harts_titan.models.common.moe import GroupedExperts, MoE, Router, RouterOutput
+from harts_titan.models.common.norm import RMSNorm
+from harts_titan.models.common.rope import rope_tables
+from harts_titan.models.common.tree_inputs import TreeInputs
+from harts_titan.models.ling.attention import KDACore, KimiDeltaAttention, MultiHeadLatentAttention
+from harts_titan.models.ling.config import LingArgs
+from harts_titan.models.ling.init import init_ling_weights
+
+
+class LingOutput(NamedTuple):
+    """Results of one call; a named tuple so that sharding hooks see its tensors."""
+
+    logprob_S: Tensor | None
+    """Log-probability of each position's label, 0 where there is none; at least float32. None without a head."""
+    entropy_T: Tensor | None
+    """Entropy (nats) of each row's distribution; at least float32. None without a head."""
+    router: tuple[RouterOutput, ...]
+    """One entry per MoE layer, in layer order."""
+    logits_TW: Tensor | None
+    """At least float32; only when asked for."""
+    hidden_TD: Tensor | None
+    """Rows for the next pipeline stage; only without a head."""
+
+
+class TransformerBlock(nn.Module):
+    """One layer: mixer, then dense feed-forward or experts, both pre-normed and residual."""
+
+    def __init__(self, layer: int, args: LingArgs) -> None:
+        super().__init__()
+        self.moe_enabled = args.is_moe(layer)
+        self.attention: KimiDeltaAttention | MultiHeadLatentAttention
+        self.attention = MultiHeadLatentAttention(args) if args.is_mla(layer) else KimiDeltaAttention(args)
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
+        if self.moe_enabled:
+            self.moe = _build_moe(layer, args)
+        else:
+            self.feed_forward = FeedForward(args.dim, args.inter_dim)
+        self.rows_executed = 0
+
+    def forward(
+        self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], run: LayerRun
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Run the layer.
+
+        Args:
+            x_TD: Hidden rows in plan order.
+            inputs: Tables of the call.
+            rope: Cosine and sine tables.
+            run: Of this execution; a recomputation gets the same one and repeats its choices.
+
+        Returns:
+            (T, D), and the router's logits and choices (None in a dense layer). Everything the loss may need is an
+            output: a recomputed forward must have no side effect.
+        """
+        count = run.count_once()
+        if count:
+            self.rows_executed += x_TD.shape[0]
+        h_TD = x_TD + self.attention(self.attention_norm(x_TD), inputs, rope, count)
+        normed_TD = self.ffn_norm(h_TD)
+        if not self.moe_enabled:
+            return h_TD + self.feed_forward(normed_TD), None, None
+        y_TD, routed = self.moe(normed_TD, run.topk_TA, backend=inputs.backends.grouped_mm)
+        run.topk_TA = routed.topk_TA
+        return h_TD + y_TD, routed.logits_TE, routed.topk_TA
+
+
+def _build_moe(layer: int, args: LingArgs) -> MoE:
+    routed_limit, shared_limit = args.swiglu_limits(layer)
+    router = Router(
+        args.dim,
+        args.num_experts,
+        top_k=args.top_k,
+        num_groups=args.num_groups,
+        top_groups=args.top_groups,
+        route_scale=args.route_scale,
+    )
+    experts = GroupedExperts(args.dim, args.moe_inter_dim, args.num_experts, limit=routed_limit)
+    shared = FeedForward(args.dim, args.shared_inter_dim, limit=shared_limit) if args.shared_inter_dim else None
+    return MoE(router, experts, shared)
+
+
+class Ling(ModelProtocol):
+    """Ling-3.0: every distinct prefix of a call is one row, computed once.
+
+    ``tok_embeddings``, ``norm`` and ``output`` may be None and ``layers`` may be partial (pipeline stages).
+    """
+
+    def __init__(self, model_args: LingArgs) -> None:
+        super().__init__(model_args)
+        self.model_args = model_args
+        self.recompute_layers = False
+        """Recompute every layer in the backward pass from its inputs and the fixed plan."""
+        args = model_args
+        self.tok_embeddings: nn.Embedding | None = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleDict({str(i): TransformerBlock(i, args) for i in range(args.n_layers)})
+        self.norm: RMSNorm | None = RMSNorm(args.dim, eps=args.norm_eps)
+        self.output: LMHead | None = LMHead(args.dim, args.vocab_size, rows_per_chunk=args.head_rows_per_chunk)
+
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Fill every parameter, deterministically from ``torch.initial_seed()``, whatever the sharding.
+
+        Args:
+            buffer_device: Where the expert biases go; default: where they are.
+        """
+        init_ling_weights(self, self.model_args, buffer_device)
+
+    def forward(
+        self, inputs: TreeInputs, hidden_TD: Tensor | None = None, *, return_logits: bool = False
+    ) -> LingOutput:
+        """Run one call of a plan.
+
+        Args:
+            inputs: From :meth:`TreeInputs.from_layout`.
+            hidden_TD: Rows of the previous pipeline stage; only without ``tok_embeddings``.
+            return_logits: Also return the (T, W) logits; for comparisons on small batches.
+
+        Raises:
+            ValueError: If the call attaches to rows outside it, or is longer than the model's positions.
+        """
+        if inputs.num_external_rows:
+            raise ValueError(f"the call attaches to {inputs.num_external_rows} rows of a producer; none are accepted yet")
+        if inputs.max_position >= self.model_args.max_position:
+            raise ValueError(
+                f"a trajectory has {inputs.max_position + 1} tokens; the model has {self.model_args.max_position} "
+                "positions (max_position_embeddings)"
+            )
+        if self.tok_embeddings is not None:
+            hidden_TD = self.tok_embeddings(inputs.token_T)
+        assert hidden_TD is not None, "a stage without embeddings needs hidden_TD"
+        rope = rope_tables(
+            inputs.position_T,
+            dim=self.model_args.qk_rope_head_dim,
+            theta=self.model_args.rope_theta,
+            dtype=hidden_TD.dtype,
+        )
+        router = []
+        for name, layer in self.layers.items():
+            hidden_TD, logits_TE, topk_TA = self._run_layer(name, layer, hidden_TD, inputs, rope)
+            if logits_TE is not None:
+                router.append(RouterOutput(logits_TE, topk_TA))
+        if self.norm is None or self.output is None:
+            return LingOutput(None, None, tuple(router), None, hidden_TD)
+        with record_function("harts::head"):
+            head = self.output(
+                self.norm(hidden_TD), inputs.row_of_position_S, inputs.label_S, return_logits=return_logits
+            )
+        return LingOutput(head.logprob_S, head.entropy_T, tuple(router), head.logits_TW, None)
+
+    def _run_layer(self, name: str, layer: nn.Module, hidden_TD: Tensor, *tables: Any) -> Any:
+        run = LayerRun()
+        with record_function(f"harts::layer{name}"):
+            if self.recompute_layers and torch.is_grad_enabled():
+                # No random numbers are drawn in a layer.
+                return checkpoint(layer, hidden_TD, *tables, run, use_reentrant=False, preserve_rng_state=False)
+            return layer(hidden_TD, *tables, run)
+
+    def expert_biases(self) -> list[Tensor]:
+        """Selection biases of the MoE layers, in the order of ``LingOutput.router``; update them in place."""
+        return [layer.moe.router.expert_bias for layer in self.layers.values() if layer.moe_enabled]
+
+    def rows_executed(self) -> dict[str, int]:
+        """Rows executed since the last reset, counted in the layers; recomputations are not counted.
+
+        Returns:
+            ``layers``: rows through all layers; ``max_layer`` and ``min_layer``: of one layer; ``core``: packed rows
+            through the linear-attention cores, replay included.
+        """
+        rows = [layer.rows_executed for layer in self.layers.values()]
+        core = sum(module.rows_executed for module in self.modules() if isinstance(module, KDACore))
+        return {"layers": sum(rows), "max_layer": max(rows), "min_layer": min(rows), "core": core}
+
+    def reset_rows_executed(self) -> None:
+        """Set every row counter to zero."""
+        for module in self.modules():
+            if isinstance(module, TransformerBlock | KDACore):
+                module.rows_executed = 0

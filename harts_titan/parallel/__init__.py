@@ -1,0 +1,1 @@
+"""Sharded tensors and data parallelism."""
