@@ -8,15 +8,18 @@ as step-wise sampling gives it. A message that a later trial shares whole with a
 
 Assistant tokens follow a known process: mostly the successor of the previous token on a fixed cycle, sometimes a copy
 of the task's key tokens in order, rarely noise. A model learns it in a few steps, and the process itself gives the
-exact log-probabilities of the sampler. Reward 1 goes to episodes with at most the median share of noise.
+exact log-probabilities of the sampler. Reward 1 goes to the half of a task's episodes with the least noise, so that
+every group is mixed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tyro
@@ -139,16 +142,18 @@ def generate(config: SyntheticConfig) -> RolloutBatch:
         ``config.trajectories`` trajectories in episode order.
     """
     rows: list[tuple[int, int, _Episode, int]] = []
+    good: set[tuple[int, int]] = set()
     task = 0
     while len(rows) < config.trajectories:
-        for trial, episode in enumerate(_task_episodes(config, task)):
+        episodes = _task_episodes(config, task)
+        ranked = sorted((_noise_share(episode), trial) for trial, episode in enumerate(episodes))
+        good |= {(task, trial) for _, trial in ranked[: (config.trials + 1) // 2]}
+        for trial, episode in enumerate(episodes):
             rows += [(task, trial, episode, step) for step, message in enumerate(episode.messages) if message.new]
         task += 1
     rows = rows[: config.trajectories]
     # Spread over the whole vocabulary, so that nothing can rely on ids being small.
     stride = config.vocab_size // NUM_SYMBOLS
-    noise = {(t, k): _noise_share(episode) for t, k, episode, _ in rows}
-    bar = sorted(noise.values())[(len(noise) - 1) // 2]
     tokens, masks, logprobs = [], [], []
     for _, _, episode, step in rows:
         message = episode.messages[step]
@@ -161,24 +166,24 @@ def generate(config: SyntheticConfig) -> RolloutBatch:
         tokens,
         masks,
         logprobs=logprobs if config.logprobs else None,
-        reward=np.array([float(noise[t, k] <= bar) for t, k, _, _ in rows]),
+        reward=np.array([float((t, k) in good) for t, k, _, _ in rows]),
         group_id=np.array([t for t, _, _, _ in rows]),
         episode_id=[f"task-{t:04d}/trial-{k}" for t, k, _, _ in rows],
         step=np.array([step for _, _, _, step in rows]),
     )
 
 
-def write_synthetic(path: str | Path, config: SyntheticConfig | None = None) -> RolloutBatch:
+def write_synthetic(path: str | Path, **settings: Any) -> RolloutBatch:
     """Write generated rollouts as a public file.
 
     Args:
         path: ends in ``.parquet`` or ``.jsonl``.
-        config: what to generate; None = the defaults.
+        **settings: fields of :class:`SyntheticConfig`; the defaults otherwise.
 
     Returns:
         What was written.
     """
-    batch = generate(config or SyntheticConfig())
+    batch = generate(SyntheticConfig(**settings))
     write_rollouts(batch, path)
     logger.info("%s: %d trajectories, %d tokens written", path, batch.num_trajectories, batch.num_positions)
     return batch
@@ -271,17 +276,17 @@ def _noise_share(episode: _Episode) -> float:
     return sum(episode.noise) / sampled
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Command(SyntheticConfig):
-    out: Path = Path("rollouts.parquet")
+    out: Path
     """File to write, .parquet or .jsonl."""
 
 
 def main() -> None:
     """Write synthetic rollouts from the command line."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    command = tyro.cli(_Command, description=__doc__)
-    write_synthetic(command.out, command)
+    settings = dataclasses.asdict(tyro.cli(_Command, description=__doc__))
+    write_synthetic(settings.pop("out"), **settings)
 
 
 if __name__ == "__main__":
