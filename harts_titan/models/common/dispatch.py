@@ -1,8 +1,8 @@
 """Move rows to their experts and back, deterministically in both directions.
 
-The backward of ``index_select`` adds with atomics on CUDA, in an order that changes from run to run. Every routed row has
-exactly one source and one destination, so both directions can be written as gathers plus a sum over the A slots of a row
-in slot order, at least in float32.
+The backward of ``index_select`` adds with atomics on CUDA, in an order that changes from run to run. Every routed row
+has exactly one source and one destination, so both directions can be written as gathers plus a sum over the A slots of
+a row in slot order, at least in float32.
 
 Letters: T rows, A experts per row, R = T * A routed rows (sorted by expert), E experts, D model dimension.
 """
@@ -21,7 +21,7 @@ class Routes(NamedTuple):
     """Where the routed rows of one layer go."""
 
     order_R: Tensor
-    """int64 flat (row, slot) index ``t * A + a`` of each routed row, in expert order; stable, so by row inside an expert."""
+    """int64 flat (row, slot) index ``t * A + a`` of each routed row, in expert order, inside an expert in row order."""
     place_TA: Tensor
     """int64 routed row of each (row, slot): the inverse of ``order_R``."""
     counts_E: Tensor

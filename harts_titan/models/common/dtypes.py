@@ -1,7 +1,7 @@
 """Precision rules every layer follows.
 
-A model is built and moved in one dtype; arithmetic that would lose too much in 16 bits runs in float32, and nothing that
-is already wider is narrowed, so the same code runs in bfloat16, float32 and float64.
+A model is built and moved in one dtype; arithmetic that would lose too much in 16 bits runs in float32, and nothing
+that is already wider is narrowed, so the same code runs in bfloat16, float32 and float64.
 """
 
 from __future__ import annotations

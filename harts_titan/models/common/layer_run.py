@@ -8,8 +8,8 @@ from torch import Tensor
 class LayerRun:
     """Created for each execution of a layer and handed to its recomputation.
 
-    Recomputation must not route again (a near-tie could flip, and shapes with it) and must not count rows twice. A plain
-    object: recomputation and sharding hooks leave it alone.
+    Recomputation must not route again (a near-tie could flip, and shapes with it) and must not count rows twice. A
+    plain object: recomputation and sharding hooks leave it alone.
     """
 
     __slots__ = ("counted", "topk_TA")

@@ -1,6 +1,7 @@
 """Mixture of experts with sigmoid scores, group-limited deterministic top-k and no dropping.
 
-Letters: T rows, A experts per row, R = T * A routed rows, E experts, G expert groups, D model dimension, F expert hidden.
+Letters: T rows, A experts per row, R = T * A routed rows, E experts, G expert groups of Z experts, D model dimension,
+F expert hidden dimension.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ def select_experts(biased_TE: Tensor, *, num_groups: int, top_groups: int, top_k
         int64 (T, A), best first.
     """
     if top_groups < num_groups:
-        grouped_TGe = biased_TE.unflatten(1, (num_groups, -1))
-        group_TG = grouped_TGe.topk(min(2, grouped_TGe.shape[2]), dim=2).values.sum(dim=2)
+        grouped_TGZ = biased_TE.unflatten(1, (num_groups, -1))
+        group_TG = grouped_TGZ.topk(min(2, grouped_TGZ.shape[2]), dim=2).values.sum(dim=2)
         best = torch.sort(group_TG, dim=1, descending=True, stable=True).indices[:, :top_groups]
         eligible_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best, True)
-        biased_TE = grouped_TGe.masked_fill(~eligible_TG[:, :, None], float("-inf")).flatten(1)
+        biased_TE = grouped_TGZ.masked_fill(~eligible_TG[:, :, None], float("-inf")).flatten(1)
     return torch.sort(biased_TE, dim=1, descending=True, stable=True).indices[:, :top_k]
 
 

@@ -20,7 +20,7 @@ from harts_titan.models.common.tree_statistics import TreeStatistics
 
 def _part_counts(routed: RouterOutput, statistics: TreeStatistics) -> Tensor:
     """int64 (J, E): rows of each part that chose each expert."""
-    num_experts, top_k = routed.logits_TE.shape[1], routed.topk_TA.shape[1]
+    num_experts = routed.logits_TE.shape[1]
     cell_R = (statistics.part_T[:, None] * num_experts + routed.topk_TA).reshape(-1)
     counts = cell_R.new_zeros(statistics.num_parts * num_experts)
     # Integer additions are exact in any order.

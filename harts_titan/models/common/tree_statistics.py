@@ -1,8 +1,8 @@
 """Sums over trajectories of values that exist once per compact row.
 
-A trajectory consists of whole parts (runs of rows between two forks or trajectory ends), so a sum over its positions is a
-sum over its parts, and a sum over all trajectories costs rows + parts, not positions. Sums run in a fixed order in both
-directions: no atomics.
+A trajectory consists of whole parts (runs of rows between two forks or trajectory ends), so a sum over its positions is
+a sum over its parts, and a sum over all trajectories costs rows + parts, not positions. Sums run in a fixed order in
+both directions: no atomics.
 
 Letters: T compact rows, N trajectories, J parts, L (trajectory, part) links, E features.
 """

@@ -122,7 +122,7 @@ class MultiHeadLatentAttention(nn.Module):
         self.dense = nn.Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
 
     def forward(self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], count: bool) -> Tensor:
-        """Return (T, D). ``rope`` are the tables of :func:`rope_tables`; MLA executes no replay: ``count`` is not read."""
+        """Return (T, D). ``rope`` is what :func:`rope_tables` returns; MLA replays nothing: ``count`` is not read."""
         q_TR = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if self.q_lora_rank else self.q_proj(x_TD)
         q_THK = q_TR.unflatten(1, (-1, self.nope_dim + self.rope_dim))
         q_nope, q_rope = q_THK.split((self.nope_dim, self.rope_dim), dim=2)

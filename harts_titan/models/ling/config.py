@@ -349,8 +349,8 @@ def _check_hf(config: Mapping[str, Any], where: str) -> None:
     for key in _HF_DROPPING:
         if config.get(key):
             raise ValueError(
-                f"{where}: {key} is {config[key]!r}, which would drop tokens; a shared prefix has one result only if no "
-                "token is dropped: remove it"
+                f"{where}: {key} is {config[key]!r}, which would drop tokens; a shared prefix has one result only if "
+                "no token is dropped: remove it"
             )
     heads = config["num_attention_heads"]
     if config.get("num_key_value_heads", heads) != heads:

@@ -29,12 +29,13 @@ def _decay_amplitude(n_heads: int, name: str, device: torch.device) -> Tensor:
 def _decay_bias(args: LingArgs, prefix: str, device: torch.device) -> Tensor:
     """Bias for which a zero gate input gives log decays spread evenly (in log) over 1e-3 .. 0.5 per token.
 
-    Not in the paper: with the safe gate ``g = bound * sigmoid(exp(A_log) * (f + dt_bias))`` this keeps every channel out
-    of saturation, whatever its amplitude.
+    Not in the paper: with the safe gate ``g = bound * sigmoid(exp(A_log) * (f + dt_bias))`` this keeps every channel
+    out of saturation, whatever its amplitude.
     """
     amplitude_H = _decay_amplitude(args.n_heads, f"{prefix}A_log", device)
     decay_HK = torch.empty(args.n_heads, args.kda_head_dim, dtype=torch.float32, device=device)
-    decay_HK.uniform_(math.log(_SLOWEST_DECAY), math.log(_FASTEST_DECAY), generator=_generator(f"{prefix}dt_bias", device))
+    generator = _generator(f"{prefix}dt_bias", device)
+    decay_HK.uniform_(math.log(_SLOWEST_DECAY), math.log(_FASTEST_DECAY), generator=generator)
     return ((decay_HK.exp() / -args.kda_lower_bound).logit() / amplitude_H[:, None]).flatten()
 
 

@@ -5,7 +5,7 @@ Letters: T compact rows, S semantic positions, D model dimension, E experts, A e
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -137,7 +137,7 @@ class Ling(ModelProtocol):
             ValueError: If the call attaches to rows outside it, or is longer than the model's positions.
         """
         if inputs.num_external_rows:
-            raise ValueError(f"the call attaches to {inputs.num_external_rows} rows of a producer; none are accepted yet")
+            raise ValueError(f"the call attaches to {inputs.num_external_rows} producer rows; none are accepted yet")
         if inputs.max_position >= self.model_args.max_position:
             raise ValueError(
                 f"a trajectory has {inputs.max_position + 1} tokens; the model has {self.model_args.max_position} "
@@ -175,7 +175,10 @@ class Ling(ModelProtocol):
 
     def expert_biases(self) -> list[Tensor]:
         """Selection biases of the MoE layers, in the order of ``LingOutput.router``; update them in place."""
-        return [layer.moe.router.expert_bias for layer in self.layers.values() if layer.moe_enabled]
+        return [layer.moe.router.expert_bias for layer in self._blocks() if layer.moe_enabled]
+
+    def _blocks(self) -> list[TransformerBlock]:
+        return cast("list[TransformerBlock]", list(self.layers.values()))
 
     def rows_executed(self) -> dict[str, int]:
         """Rows executed since the last reset, counted in the layers; recomputations are not counted.
@@ -184,7 +187,7 @@ class Ling(ModelProtocol):
             ``layers``: rows through all layers; ``max_layer`` and ``min_layer``: of one layer; ``core``: packed rows
             through the linear-attention cores, replay included.
         """
-        rows = [layer.rows_executed for layer in self.layers.values()]
+        rows = [layer.rows_executed for layer in self._blocks()]
         core = sum(module.rows_executed for module in self.modules() if isinstance(module, KDACore))
         return {"layers": sum(rows), "max_layer": max(rows), "min_layer": min(rows), "core": core}
 
