@@ -222,12 +222,16 @@ def _check_parts(call: Arrays, where: str) -> None:
         _fail(name, where, "parts are not runs of rows")
     trajectory = np.repeat(np.arange(call["trajectory_N"].size), np.diff(call["position_offset_N1"]))
     own = row >= x
-    want, rows = np.unique(np.stack([trajectory[own], part[row[own] - x]], axis=1), axis=0, return_counts=True)
+    pair = np.stack([trajectory[own], part[row[own] - x]], axis=1)
+    enters = (
+        np.flatnonzero(np.append(True, (pair[1:] != pair[:-1]).any(axis=1))) if pair.size else np.zeros(0, np.int64)
+    )
     have = np.stack([call["path_trajectory_J"], call["path_part_J"]], axis=1)
-    if not np.array_equal(have[np.lexsort(have.T[::-1])], want) or (np.diff(have[:, 0]) < 0).any():
-        _fail(name, where, "the (trajectory, part) pairs are not those of the map")
+    if not np.array_equal(have, pair[enters]):
+        _fail(name, where, "the (trajectory, part) pairs are not those of the map, in path order")
     # A part that a trajectory enters must be walked to its end.
-    _require(np.bincount(part)[want[:, 1]] == rows if part.size else rows == 0, name, where, "partly covered pair")
+    rows = np.diff(np.append(enters, pair.shape[0]))
+    _require(np.bincount(part, minlength=1)[have[:, 1]] == rows, name, where, "partly covered pair")
 
 
 def _check_packing(call: Arrays, chunk_size: int, mode: str, where: str) -> None:

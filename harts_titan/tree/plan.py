@@ -62,7 +62,7 @@ class CallLayout(TensorClass, nocast=True):
         seg_attach_V: producer row a root hangs on, else -1.
         part_T: part of each own row; parts are segments cut at trajectory ends.
         path_trajectory_J: trajectory (local index) of each (trajectory, part) pair; ascending.
-        path_part_J: part of the pair; a trajectory's own rows are exactly the rows of its parts.
+        path_part_J: part of the pair, in path order; a trajectory's own rows are exactly the rows of its parts.
         chunk_size: tokens in a linear-attention chunk.
         num_external_states: states handed over by a producer, pool rows ``[0, num_external_states)``.
     """
