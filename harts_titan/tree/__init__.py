@@ -1,7 +1,7 @@
 """Planners: which prefixes are shared, which trajectories run together, and in which order rows are computed."""
 
 from harts_titan.tree.forest import Forest, build_forest
-from harts_titan.tree.invariants import check_call, check_step
+from harts_titan.tree.invariants import ExternalRows, check_call, check_step
 from harts_titan.tree.layout import MODES, Attachment, build_layout, expanded_forests, plan_forest_rounds
 from harts_titan.tree.partition import Partition, contiguous_partition
 from harts_titan.tree.plan import CallLayout, ConsumerPlan, StepPlan
@@ -15,6 +15,7 @@ __all__ = [
     "Attachment",
     "CallLayout",
     "ConsumerPlan",
+    "ExternalRows",
     "Forest",
     "Partition",
     "PlanStats",
