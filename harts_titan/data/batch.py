@@ -161,11 +161,10 @@ class RolloutBatch:
             for n, value in enumerate(values):
                 if len(value) != lengths[n]:
                     problems.add(location[n], episode[n], name, f"{len(value)} entries, tokens has {lengths[n]}")
-            flat[name] = np.concatenate(values) if values else np.empty(0, bool)
+            flat[name] = _joined(values, bool)
         problems.raise_if_any()
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-        flat_tokens = np.concatenate(rows) if rows else np.empty(0, np.int32)
-        return cls(tokens=flat_tokens, offsets=offsets, **flat, **fields)
+        return cls(tokens=_joined(rows, np.int32), offsets=offsets, **flat, **fields)
 
     @property
     def num_trajectories(self) -> int:
@@ -354,6 +353,11 @@ class RolloutBatch:
 
 def _first_location(batch: RolloutBatch) -> str:
     return batch.location[0] if batch.num_trajectories else "an empty batch"
+
+
+def _joined(parts: list[np.ndarray], dtype_if_empty: type) -> np.ndarray:
+    # NumPy gives an empty list the type float64, which would spread to the others.
+    return np.concatenate([part for part in parts if len(part)] or [np.empty(0, dtype_if_empty)])
 
 
 def _as_ids(values: np.ndarray) -> np.ndarray:

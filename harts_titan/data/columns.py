@@ -253,7 +253,10 @@ def _check_integers(
     values_S: np.ndarray, offsets_N1: np.ndarray, name: str, largest: int, rows: RowInfo, problems: Problems
 ) -> None:
     """Record rows with values outside [0, largest], before they are converted to a narrower type."""
-    position = np.flatnonzero((values_S < 0) | (values_S > largest) | (values_S != np.floor(values_S)))
+    bad_S = (values_S < 0) | (values_S > largest)
+    if values_S.dtype.kind == "f":
+        bad_S |= values_S != np.floor(values_S)
+    position = np.flatnonzero(bad_S)
     row_of = np.searchsorted(offsets_N1, position, side="right") - 1
     for row, first in zip(*np.unique(row_of, return_index=True)):
         at = position[first]

@@ -12,6 +12,8 @@ from harts_titan.data.problems import Problems
 
 logger = logging.getLogger(__name__)
 
+_TABLE_IDS = 1 << 24
+
 
 def densify_ids(batch: RolloutBatch, vocab_size: int | None = None) -> RolloutBatch:
     """Map the ids in use onto 0..n-1 in rising order; prefix sharing is unchanged because the map is one to one.
@@ -28,7 +30,7 @@ def densify_ids(batch: RolloutBatch, vocab_size: int | None = None) -> RolloutBa
     Raises:
         ValueError: If there are more distinct ids than ``vocab_size``.
     """
-    used, dense = np.unique(batch.tokens, return_inverse=True)
+    used, dense = _used_ids(batch.tokens)
     if vocab_size is not None and len(used) > vocab_size:
         raise ValueError(
             f"data.densify: the rollouts use {len(used)} distinct token ids, but the model vocabulary has "
@@ -41,7 +43,19 @@ def densify_ids(batch: RolloutBatch, vocab_size: int | None = None) -> RolloutBa
         len(used) - 1,
     )
     original = used.astype(np.int64) if batch.original_id is None else batch.original_id[used]
-    return dataclasses.replace(batch, tokens=dense.reshape(-1).astype(np.int32), original_id=original)
+    return dataclasses.replace(batch, tokens=dense, original_id=original)
+
+
+def _used_ids(tokens_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct ids in rising order, and each token's place among them (int32)."""
+    if not len(tokens_S) or tokens_S.max() >= _TABLE_IDS:
+        used, dense = np.unique(tokens_S, return_inverse=True)
+        return used, dense.reshape(-1).astype(np.int32)
+    # A table over the id range instead of a sort of all tokens.
+    present = np.zeros(int(tokens_S.max()) + 1, bool)
+    present[tokens_S] = True
+    place = np.cumsum(present, dtype=np.int32) - 1
+    return np.flatnonzero(present), place[tokens_S]
 
 
 def check_vocabulary(batch: RolloutBatch, vocab_size: int) -> None:
