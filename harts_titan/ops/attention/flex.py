@@ -18,9 +18,8 @@ BLOCK = 128
 
 
 @functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    # dynamic=True: row and block counts differ in every call and must not recompile.
-    return torch.compile(flex_attention, dynamic=True)
+def _compiled(dynamic: bool) -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=dynamic)
 
 
 def block_mask(mask: TreeMask) -> BlockMask:
@@ -49,9 +48,12 @@ def tree_attention_flex(q_THK: Tensor, k_YHK: Tensor, v_YHV: Tensor, mask: TreeM
     Raises:
         ValueError: If a gradient is needed on the CPU, where flex_attention has no backward.
     """
+    on_cpu = q_THK.device.type == "cpu"
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q_THK, k_YHK, v_YHV))
-    if needs_grad and q_THK.device.type == "cpu":
+    if needs_grad and on_cpu:
         raise ValueError("backend 'flex' has no backward on the CPU; use attention backend 'path'")
     q, k, v = (x.transpose(0, 1)[None] for x in (q_THK, k_YHK, v_YHV))
-    o_1HTV = _compiled()(q, k, v, block_mask=block_mask(mask), scale=scale)
+    # Row and block counts differ in every call and must not recompile; but the CPU code generator emits invalid C++ for
+    # some symbolic sizes (torch 2.13), and on the CPU flex serves tests only.
+    o_1HTV = _compiled(not on_cpu)(q, k, v, block_mask=block_mask(mask), scale=scale)
     return o_1HTV[0].transpose(0, 1)

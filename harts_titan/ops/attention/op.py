@@ -42,7 +42,7 @@ def tree_attention(
     name = choose("attention", backend, device=q_THK.device, dtype=q_THK.dtype)
     if rows == 0:
         # No queries, still a graph: keys and values get zero gradients.
-        return q_THK.sum(-1, keepdim=True) * v_YHV.sum(0)
+        return (q_THK * k_YHK.sum(0)).sum(-1, keepdim=True) * v_YHV.sum(0)
     if name == "fa4":
         # flash-attn-4 is optional: it exists for Hopper and newer only.
         from harts_titan.ops.attention.fa4 import tree_attention_fa4

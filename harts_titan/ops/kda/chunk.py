@@ -64,9 +64,10 @@ def chunk_step(
     # A padding row must not decay the state either: its gate is zero although sigmoid(bias) is not.
     g_BHK = safe_gate(inputs.f_BHK, A_log_H, dt_bias_HK, lower_bound) * valid_B[:, None, None]
     beta_HB1 = (torch.sigmoid(inputs.b_BH) * valid_B[:, None]).transpose(0, 1).unsqueeze(-1).contiguous()
-    G_HBK = g_BHK.cumsum(0).transpose(0, 1).contiguous()
+    # Sums reach chunk_size * lower_bound (-320), where float32 resolves 3e-5: differences are taken in float64.
+    G_HBK = g_BHK.double().cumsum(0).transpose(0, 1).contiguous()
 
-    decay_HBK = G_HBK.exp()
+    decay_HBK = G_HBK.to(g_BHK.dtype).exp()
     scores_HBB, write_HBB = _pairwise(q_HBK, k_HBK, G_HBK)
     lower_HBB = write_HBB * beta_HB1
     rhs_HBX = torch.cat([k_HBK * decay_HBK, v_HBV], dim=-1) * beta_HB1
@@ -75,7 +76,7 @@ def chunk_step(
     w_HBK, u_HBV = solved_HBX.split([key_dim, v_HBV.shape[-1]], dim=-1)
     new_HBV = u_HBV - torch.matmul(w_HBK.contiguous(), state_HKV)
     o_HBV = torch.matmul(q_HBK * decay_HBK, state_HKV) + torch.matmul(scores_HBB, new_HBV)
-    to_end_HBK = (G_HBK[:, num_rows - 1 :] - G_HBK).exp()
+    to_end_HBK = (G_HBK[:, num_rows - 1 :] - G_HBK).to(g_BHK.dtype).exp()
     update_HKV = torch.matmul((k_HBK * to_end_HBK).transpose(1, 2).contiguous(), new_HBV)
     next_HKV = state_HKV * decay_HBK[:, num_rows - 1, :, None] + update_HKV
     return o_HBV.transpose(0, 1), next_HKV
@@ -90,13 +91,13 @@ def _pairwise(q_HBK: Tensor, k_HBK: Tensor, G_HBK: Tensor) -> tuple[Tensor, Tens
     """
     num_heads, num_rows, key_dim = q_HBK.shape
     sub = _SUB_BLOCK if num_rows % _SUB_BLOCK == 0 else num_rows
-    num_sub = num_rows // sub
+    num_sub, dtype = num_rows // sub, q_HBK.dtype
     qk_2HBK = torch.stack([q_HBK, k_HBK])
     blocks_2HMNK = qk_2HBK.view(2, num_heads, num_sub, sub, key_dim)
     k_HMNK = k_HBK.view(num_heads, num_sub, sub, key_dim)
     G_HMNK = G_HBK.view(num_heads, num_sub, sub, key_dim)
     causal_NN = torch.ones(sub, sub, dtype=torch.bool, device=q_HBK.device).tril()
-    gap_HMNNK = G_HMNK.unsqueeze(3) - G_HMNK.unsqueeze(2)
+    gap_HMNNK = (G_HMNK.unsqueeze(3) - G_HMNK.unsqueeze(2)).to(dtype)
     weight_HMNNK = gap_HMNNK.masked_fill(~causal_NN[..., None], -torch.inf).exp() * k_HMNK.unsqueeze(2)
     diagonal_2HMNN = (blocks_2HMNK.unsqueeze(4) * weight_HMNNK).sum(-1)
 
@@ -105,8 +106,8 @@ def _pairwise(q_HBK: Tensor, k_HBK: Tensor, G_HBK: Tensor) -> tuple[Tensor, Tens
         pieces = [diagonal_2HMNN[:, :, m]]
         if m > 0:
             start_H1K = G_HMNK[:, m, :1]
-            left_2HNK = blocks_2HMNK[:, :, m] * (G_HMNK[:, m] - start_H1K).exp()
-            right_HBK = k_HBK[:, : m * sub] * (start_H1K - G_HBK[:, : m * sub]).exp()
+            left_2HNK = blocks_2HMNK[:, :, m] * (G_HMNK[:, m] - start_H1K).to(dtype).exp()
+            right_HBK = k_HBK[:, : m * sub] * (start_H1K - G_HBK[:, : m * sub]).to(dtype).exp()
             pieces.insert(0, torch.matmul(left_2HNK, right_HBK.transpose(1, 2)))
         block_rows.append(F.pad(torch.cat(pieces, dim=-1), (0, num_rows - (m + 1) * sub)))
     pairs_2HBB = torch.cat(block_rows, dim=2)
