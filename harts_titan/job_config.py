@@ -1,16 +1,19 @@
 """The sections that ``harts_titan`` adds to torchtitan's ``JobConfig``.
 
-Selected by ``[job] custom_config_module = "harts_titan.job_config"``; torchtitan's ConfigManager merges this ``JobConfig``
-with its own, so ``[tree] chunk_size = 16`` works in TOML and ``--tree.chunk_size 16`` on the command line, and an
+Selected by ``[job] custom_config_module = "harts_titan.job_config"``; torchtitan's ConfigManager merges this
+``JobConfig`` with its own, so ``[tree] chunk_size = 16`` works in TOML and ``--tree.chunk_size 16`` on the command line, and an
 unknown key is refused. Model sizes live in Python (``models/*/config.py``), not in TOML.
 """
 
 # No `from __future__ import annotations`: ConfigManager merges sections by their real types.
 import dataclasses
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from harts_titan import _compat
 from harts_titan.ops import OpsBackends
 from harts_titan.rl import ObjectiveConfig
 
@@ -186,10 +189,9 @@ def validate(config: Any) -> None:
     for name in ("z_loss_coef", "load_balance_coef", "expert_bias_rate"):
         if getattr(config.moe, name) < 0:
             raise ValueError(f"moe.{name} ({getattr(config.moe, name)}) must not be negative")
-    defaults = {base.name: base.default_factory for base in dataclasses.fields(config) if callable(base.default_factory)}
     for path, instead in _UNUSED.items():
         section, name = path.split(".")
-        default = getattr(defaults[section](), name)
+        default = getattr(type(getattr(config, section))(), name)
         got = getattr(getattr(config, section), name)
         if got != default:
             raise ValueError(f"{path} = {got!r} is not used by harts_titan; remove it and use {instead}")
@@ -206,3 +208,28 @@ def validate(config: Any) -> None:
                 f"parallelism.{name} = {getattr(parallel, name)} is not supported yet; only data parallelism "
                 "(parallelism.data_parallel_shard_degree) is"
             )
+
+
+def load_config(path: str, overrides: Sequence[str] = ()) -> Any:
+    """Read a TOML configuration with command-line overrides and validate it.
+
+    Args:
+        path: TOML file.
+        overrides: ``--section.field value`` pairs, as ``run_train.sh`` takes them.
+
+    Returns:
+        The merged ``JobConfig``.
+
+    Raises:
+        ValueError: If the file is missing or a setting is refused.
+    """
+    if not Path(path).is_file():
+        raise ValueError(f"configuration file '{path}' does not exist; see train_configs/")
+    # Imported here: ConfigManager itself imports this module by name, and the shims must come first.
+    _compat.install()
+    from torchtitan.config import ConfigManager
+
+    module = ["--job.custom_config_module", "harts_titan.job_config"]
+    config = ConfigManager().parse_args(["--job.config_file", path, *module, *overrides])
+    validate(config)
+    return config

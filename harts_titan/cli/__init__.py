@@ -1,0 +1,1 @@
+"""Command-line tools: ``harts-plan``, ``harts-logprobs``, ``harts-verify``, ``harts-bench``."""

@@ -1,0 +1,87 @@
+"""What every command shares: options, configuration loading, JSON output, one-line errors."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+console = Console()
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``, ``--scheme`` and ``--limit``, which every command has."""
+    parser.add_argument("--json", metavar="FILE", help="write the result as JSON to FILE ('-' for standard output)")
+    parser.add_argument(
+        "--scheme", choices=("step", "tree"), help="path format: independent episodes (step) or all branches (tree)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="read only the first N trajectories")
+
+
+def config_overrides(options: argparse.Namespace) -> list[str]:
+    """Return the common options as overrides of the configuration's ``[data]`` section."""
+    overrides = []
+    if options.scheme is not None:
+        overrides += ["--data.scheme", options.scheme]
+    if options.limit is not None:
+        if options.limit < 1:
+            raise ValueError(f"--limit ({options.limit}) must be at least 1")
+        overrides += ["--data.limit", str(options.limit)]
+    if getattr(options, "rollouts", None):
+        # A file named on the command line must exist: never replace it by synthetic rollouts.
+        overrides += ["--data.path", options.rollouts, "--data.no-synthetic"]
+    return overrides
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def write_json(result: dict[str, Any], target: str | None) -> None:
+    """Write ``result`` to a file, to standard output for ``-``, nowhere for ``None``."""
+    if target is None:
+        return
+    text = json.dumps(result, indent=2, default=_plain)
+    if target == "-":
+        sys.stdout.write(text + "\n")
+        return
+    parent = Path(target).parent
+    if not parent.is_dir():
+        raise ValueError(f"--json: the folder '{parent}' does not exist")
+    Path(target).write_text(text + "\n")
+
+
+def table(title: str, rows: Sequence[tuple[str, Any]], *, to_stderr: bool = False) -> None:
+    """Print a two-column table."""
+    view = Table(title=title, show_header=False)
+    for name, value in rows:
+        view.add_row(name, f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
+    (Console(stderr=True) if to_stderr else console).print(view)
+
+
+def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
+    """Run a command; a user's mistake ends in one line on standard error and exit status 2."""
+    logging.basicConfig(level=os.environ.get("HARTS_LOG", "WARNING"), format="%(levelname)s %(message)s")
+    try:
+        return main(sys.argv[1:] if argv is None else argv)
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        if os.environ.get("HARTS_TRACEBACK"):
+            raise
+        sys.stderr.write(f"error: {error}\n")
+        return 2

@@ -1,0 +1,569 @@
+"""The update as a library call: a batch of rollouts in, one policy update out.
+
+``Engine.update(batch)`` is the whole step: refuse bad input, plan, old log-probs if they are missing, epochs and
+mini-batches, forward and backward of every microbatch, clipping, optimizer, expert bias, metrics. The trainer calls it
+with what its loader delivers; an RL framework can own an engine and call it with what it holds in memory.
+
+Reading order of one batch: :meth:`Engine.update` -> :meth:`Engine.prepare` (plan, positions, denominators) ->
+:meth:`Engine.run` (microbatches) -> ``model(inputs)`` -> ``harts_titan.ops``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.profiler import record_function
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.tools.utils import device_type, set_default_dtype
+
+from harts_titan.data import RolloutBatch, apply_overlong, label_aligned, token_aligned
+from harts_titan.models.common.router_losses import (
+    expert_counts,
+    load_balancing_loss,
+    trajectory_load_balancing_loss,
+    update_expert_bias,
+    z_loss,
+)
+from harts_titan.models.common.tree_inputs import TreeInputs
+from harts_titan.models.train_specs import hugging_face_format
+from harts_titan.ops import OpsBackends
+from harts_titan.rl import (
+    Metric,
+    PositionBatch,
+    StepTotals,
+    all_reduce_metrics,
+    build_objective,
+    merge_metrics,
+    metric_values,
+    position_advantages,
+)
+from harts_titan.tree import CallLayout, StepPlan, plan_step
+
+logger = logging.getLogger(__name__)
+
+_OPTIONAL_COLUMNS = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "weights")
+
+
+class NonFiniteError(RuntimeError):
+    """The loss or the gradient norm is NaN or infinite; the message names the step and the episodes."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step's trajectories, ready to run."""
+
+    batch: RolloutBatch
+    plan: StepPlan
+    positions: PositionBatch
+    """Of the whole step, label-aligned, on the CPU."""
+    totals: StepTotals
+
+
+@dataclass
+class StepResult:
+    """What the microbatches of one step gave on this rank."""
+
+    logprob_S: Tensor
+    """Log-probs of all positions of the step, label-aligned, on the CPU; 0 where another rank computed them."""
+    loss_S: Tensor
+    """float64. Each position's share of the objective, label-aligned, on the CPU; 0 where nothing is trained."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    counts_LE: Tensor | None = None
+    """int64 assignments per MoE layer and expert, weighted by multiplicity; None without MoE layers."""
+
+
+CallObserver = Callable[[CallLayout, Any], None]
+
+
+class Engine:
+    """Plans and runs updates of one model on this rank.
+
+    Args:
+        model: the (sharded) model; its ``forward(TreeInputs)`` returns log-probs, entropies and router outputs.
+        config: merged ``JobConfig`` with the sections of :mod:`harts_titan.job_config`.
+        device: device of the model.
+        optimizers: torchtitan's container or any object with ``step`` and ``zero_grad``; None for forward-only use.
+        lr_schedulers: stepped once per update, or None.
+        dp_rank: this rank's replica.
+        dp_degree: number of data-parallel replicas.
+        dp_group: their process group, None for one replica.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: Any,
+        *,
+        device: torch.device | str,
+        optimizers: Any = None,
+        lr_schedulers: Any = None,
+        dp_rank: int = 0,
+        dp_degree: int = 1,
+        dp_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.device = torch.device(device)
+        self.optimizers = optimizers
+        self.lr_schedulers = lr_schedulers
+        self.dp_rank = dp_rank
+        self.dp_degree = dp_degree
+        self.dp_group = dp_group
+        self.objective = build_objective(config.rl)
+        self.backends = OpsBackends(**vars(config.ops))
+        self.num_updates = 0
+
+    @classmethod
+    def from_config(
+        cls, config: Any, *, hf_dir: str = "", checkpoint: str = "", dtype: str = "", with_optimizer: bool = True
+    ) -> Engine:
+        """Build model, optimizer and engine from a configuration, for use without the trainer.
+
+        Joins the default process group if it is initialised (data parallel over all its ranks).
+
+        Args:
+            config: merged ``JobConfig``, from :func:`harts_titan.job_config.load_config`.
+            hf_dir: Hugging Face folder that gives sizes (``config.json``) and weights; "" = ``model.flavor``, initialised
+                from ``debug.seed``.
+            checkpoint: folder of a training checkpoint (``.../step-N``) that gives the weights.
+            dtype: overrides ``training.dtype`` and turns mixed precision off ("float64" for verification).
+            with_optimizer: build the optimizer and scheduler of the configuration.
+
+        Raises:
+            ValueError: If the folder or the configuration does not fit the model.
+        """
+        if config.experimental.custom_import:
+            importlib.import_module(config.experimental.custom_import)
+        spec = get_train_spec(config.model.name)
+        if dtype:
+            config = copy.deepcopy(config)
+            config.training.dtype = config.training.mixed_precision_param = dtype
+        if hf_dir:
+            model_args = hugging_face_format(config.model.name).read_args(Path(hf_dir) / "config.json")
+        elif config.model.flavor not in spec.model_args:
+            raise ValueError(f"model.flavor = '{config.model.flavor}' is unknown; choose one of {list(spec.model_args)}")
+        else:
+            model_args = copy.deepcopy(spec.model_args[config.model.flavor])
+        model_args.update_from_config(config)
+        distributed = dist.is_available() and dist.is_initialized()
+        world = dist.get_world_size() if distributed else 1
+        dims = ParallelDims(
+            dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world
+        )
+        if config.debug.seed is not None:
+            torch.manual_seed(config.debug.seed)
+        device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+        dtypes = TORCH_DTYPE_MAP | {"float64": torch.float64}
+        with torch.device("meta"), set_default_dtype(dtypes[config.training.dtype]):
+            model: Any = spec.model_cls(model_args)
+        model = spec.parallelize_fn(model, dims, config)
+        model.to_empty(device=device)
+        with torch.no_grad():
+            model.init_weights(buffer_device=None)
+        model.train()
+        if hf_dir:
+            hugging_face_format(config.model.name).load(model, model_args, hf_dir)
+        if checkpoint:
+            load_checkpoint(model, checkpoint)
+        optimizers = schedulers = None
+        if with_optimizer:
+            optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
+            schedulers = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, config.training.steps)
+        return cls(
+            model,
+            config,
+            device=device,
+            optimizers=optimizers,
+            lr_schedulers=schedulers,
+            dp_rank=dist.get_rank() if distributed else 0,
+            dp_degree=world,
+            dp_group=dist.group.WORLD if distributed else None,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids the model has."""
+        return self.model.model_args.vocab_size
+
+    # ------------------------------------------------------------------------------------------------ library calls
+    def update(self, batch: RolloutBatch) -> dict[str, float]:
+        """Update the policy on one batch of rollouts: ``rl.epochs`` passes of ``rl.mini_batches`` optimizer steps.
+
+        Args:
+            batch: the trajectories of the step over all replicas; every rank passes the same batch.
+
+        Returns:
+            Metrics by name, the same on every rank: loss, gradient norm, objective, router, plan and token figures.
+
+        Raises:
+            ValueError: If the batch lacks what the objective needs, before any compute.
+            NonFiniteError: If a loss or gradient norm is not finite; the weights are then those of the last good step.
+        """
+        if self.optimizers is None:
+            raise ValueError("this engine was built without an optimizer and can only compute log-probs")
+        self.num_updates += 1
+        self.check(batch)
+        batch, _ = apply_overlong(batch, self.config.tree.max_tokens, self.config.data.overlong)
+        advantage_S = self._advantages(batch)
+        steps = []
+        for idx in self._split(batch):
+            picked_S = None if advantage_S is None else self._pick(batch, advantage_S, idx)
+            steps.append(self.prepare(batch.select(idx), picked_S))
+        compute_old = self.objective.must_compute_old_logprobs(self._columns(batch))
+        if compute_old:
+            # Same plans as the updates below, so that the first ratio is exactly 1.
+            with record_function("harts::old_logprobs"):
+                steps = [self._with_old_logprobs(step) for step in steps]
+        parts: list[dict[str, Metric]] = []
+        for _ in range(self.config.rl.epochs):
+            for step in steps:
+                parts.append(self._optimizer_step(step))
+        if self.lr_schedulers is not None:
+            self.lr_schedulers.step()
+        num_steps = len(parts)
+        values = metric_values(merge_metrics(parts))
+        for name in ("loss", "policy_loss", "router/z_loss", "router/load_balance_loss"):
+            if name in values:
+                values[name] /= num_steps
+        return values | self._plan_figures(batch, steps, compute_old)
+
+    def compute_log_probs(self, batch: RolloutBatch) -> np.ndarray:
+        """Compute the current policy's log-prob of every token, without gradients.
+
+        Bit-equal to the forward pass of an update on the same batch with one mini-batch.
+
+        Args:
+            batch: trajectories; every rank passes the same batch.
+
+        Returns:
+            float32 (float64 for a float64 model) (S,), token-aligned; entry 0 of every trajectory is 0.0.
+
+        Raises:
+            ValueError: If a trajectory is longer than ``tree.max_tokens``.
+        """
+        batch, _ = apply_overlong(batch, self.config.tree.max_tokens, "error")
+        step = self.prepare(batch, None)
+        result = self.run(step, backward=False)
+        return token_aligned(self._gather(result.logprob_S).numpy(), batch.offsets, 0.0)
+
+    # --------------------------------------------------------------------------------------------------- preparation
+    def check(self, batch: RolloutBatch) -> None:
+        """Refuse a batch that an update could not use, before any compute.
+
+        Raises:
+            ValueError: Naming the missing column, the episode without a reward, or the trajectory that is too long.
+        """
+        self.objective.check_inputs(self._columns(batch))
+        self._advantages(batch)
+        if self.config.data.overlong == "error":
+            apply_overlong(batch, self.config.tree.max_tokens, "error")
+
+    def prepare(self, batch: RolloutBatch, advantage_S: np.ndarray | None = None, **plan_options: Any) -> Step:
+        """Plan one optimizer step and align its metadata.
+
+        Args:
+            batch: the step's trajectories.
+            advantage_S: label-aligned advantages derived from rewards; None reads the batch's column.
+            **plan_options: passed to :func:`harts_titan.tree.plan_step`, over the configuration's.
+        """
+        tree = self.config.tree
+        with record_function("harts::plan"):
+            options = {
+                "capacity": tree.max_tokens,
+                "chunk_size": tree.chunk_size,
+                "dp_degree": self.dp_degree,
+                "mode": tree.mode,
+            } | plan_options
+            plan = plan_step(batch.tokens, batch.offsets, **options)
+            if tree.validate:
+                plan.validate(batch.tokens, batch.offsets)
+        offsets = batch.offsets
+        mask_S = batch.label_mask
+
+        def aligned(values: np.ndarray | None) -> np.ndarray | None:
+            return None if values is None else label_aligned(values, offsets, 0.0)
+
+        positions = PositionBatch.from_arrays(
+            mask_S,
+            offsets,
+            advantage_S=aligned(batch.advantages) if advantage_S is None else advantage_S,
+            old_logprob_S=aligned(batch.old_logprobs),
+            ref_logprob_S=aligned(batch.ref_logprobs),
+            sampler_logprob_S=aligned(batch.logprobs),
+            weight_S=aligned(batch.weights),
+        )
+        return Step(batch, plan, positions, StepTotals.from_arrays(mask_S, offsets, weight_S=aligned(batch.weights)))
+
+    def _columns(self, batch: RolloutBatch) -> set[str]:
+        return {name for name in _OPTIONAL_COLUMNS if getattr(batch, name) is not None}
+
+    def _advantages(self, batch: RolloutBatch) -> np.ndarray | None:
+        trained_N = np.add.reduceat(batch.loss_mask, batch.offsets[:-1], dtype=np.int64)
+        advantage_N = self.objective.advantages(
+            batch.reward,
+            batch.group_id,
+            # Rows without an episode id are their own episodes.
+            episode_ids=[episode or f"row {n}" for n, episode in enumerate(batch.episode_id)],
+            trained_N=trained_N,
+            locations=batch.location,
+        )
+        return None if advantage_N is None else position_advantages(advantage_N, batch.offsets)
+
+    def _split(self, batch: RolloutBatch) -> list[np.ndarray]:
+        number, count = batch.num_trajectories, self.config.rl.mini_batches
+        if number < count * self.dp_degree:
+            raise ValueError(
+                f"{number} trajectories cannot fill rl.mini_batches = {count} on {self.dp_degree} replicas; "
+                "use fewer mini-batches or larger batches"
+            )
+        return np.array_split(np.arange(number), count)
+
+    @staticmethod
+    def _pick(batch: RolloutBatch, values_S: np.ndarray, idx: np.ndarray) -> np.ndarray:
+        return np.concatenate([values_S[batch.offsets[n] : batch.offsets[n + 1]] for n in idx])
+
+    def _with_old_logprobs(self, step: Step) -> Step:
+        logprob_S = self._gather(self.run(step, backward=False).logprob_S)
+        return replace(step, positions=replace(step.positions, old_logprob_S=logprob_S))
+
+    # ----------------------------------------------------------------------------------------------------- execution
+    def run(self, step: Step, *, backward: bool, observer: CallObserver | None = None) -> StepResult:
+        """Run this replica's microbatches of a step, slot after slot; with ``backward`` gradients accumulate.
+
+        Args:
+            step: from :meth:`prepare`.
+            backward: also compute the objective and its gradients.
+            observer: called with every call's layout and model output (for comparisons and tests).
+        """
+        calls = [
+            (slot, layout)
+            for slot in range(step.plan.num_slots)
+            for layout in step.plan.consumer(self.dp_rank, slot).calls
+        ]
+        self._check_equal_calls(step.plan)
+        size = step.totals.positions
+        result = StepResult(logprob_S=torch.zeros(size), loss_S=torch.zeros(size, dtype=torch.float64))
+        parts: list[dict[str, Metric]] = []
+        consumer_counts: dict[int, Tensor | None] = {}
+        grad = contextlib.nullcontext() if backward else torch.no_grad()
+        with grad:
+            for i, (slot, layout) in enumerate(calls):
+                if backward:
+                    self._set_gradient_sync(last=i == len(calls) - 1)
+                    if slot not in consumer_counts:
+                        consumer_counts[slot] = self._consumer_counts(step.plan, slot)
+                with record_function("harts::inputs"):
+                    inputs = TreeInputs.from_layout(layout, self.device, self.backends)
+                with record_function("harts::forward"):
+                    output = self.model(inputs)
+                logprob_S = output.logprob_S.detach().cpu()
+                if result.logprob_S.dtype != logprob_S.dtype:
+                    result.logprob_S = result.logprob_S.to(logprob_S.dtype)
+                result.logprob_S[layout.source_position_S] = logprob_S
+                if backward:
+                    parts.append(self._backward(step, slot, layout, inputs, output, consumer_counts[slot], result))
+                if observer is not None:
+                    observer(layout, output)
+        result.metrics = merge_metrics(parts)
+        return result
+
+    def _backward(
+        self,
+        step: Step,
+        slot: int,
+        layout: CallLayout,
+        inputs: TreeInputs,
+        output: Any,
+        consumer_counts_LE: Tensor | None,
+        result: StepResult,
+    ) -> dict[str, Metric]:
+        with record_function("harts::objective"):
+            positions = step.positions.take(layout.source_position_S, layout.position_offset_N1).to(self.device)
+            entropy_S = output.entropy_T[inputs.row_of_position_S]
+            if not self.objective.needs_entropy:
+                entropy_S = entropy_S.detach()
+            objective = self.objective(output.logprob_S, entropy_S, positions, step.totals)
+            loss, metrics = objective.loss, dict(objective.metrics)
+            result.loss_S[layout.source_position_S] = objective.loss_S.cpu()
+            if output.router:
+                counts_LE = expert_counts(output.router, inputs.multiplicity_T)
+                result.counts_LE = counts_LE if result.counts_LE is None else result.counts_LE + counts_LE
+                z, balance = self._router_losses(step, slot, inputs, output.router, consumer_counts_LE)
+                loss = loss + self.config.moe.z_loss_coef * z + self.config.moe.load_balance_coef * balance
+                metrics["router/z_loss"] = _figure("sum", z, layout.num_positions)
+                if consumer_counts_LE is not None or self._is_whole_consumer(step.plan, slot):
+                    metrics["router/load_balance_loss"] = _figure("sum", balance, layout.num_positions)
+        with record_function("harts::backward"):
+            loss.backward()
+        return metrics
+
+    def _router_losses(
+        self, step: Step, slot: int, inputs: TreeInputs, router: Any, consumer_counts_LE: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return this call's share of the step's z-loss and load-balancing loss (HARTS 3.5).
+
+        Both are means over the positions of the whole step, so microbatches weigh ``S_mb / S_step``.
+        """
+        step_positions = step.totals.positions
+        z = z_loss(router, inputs.multiplicity_T, num_positions=step_positions)
+        if self.config.moe.load_balance_scope == "trajectory":
+            return z, trajectory_load_balancing_loss(router, inputs.statistics, num_positions=step_positions)
+        positions = sum(call.num_positions for call in step.plan.consumer(self.dp_rank, slot).calls)
+        balance = load_balancing_loss(
+            router, inputs.multiplicity_T, num_positions=positions, counts_LE=consumer_counts_LE
+        )
+        return z, balance * (positions / step_positions)
+
+    def _consumer_counts(self, plan: StepPlan, slot: int) -> Tensor | None:
+        """Return the assignment counts of a consumer that runs in several calls, None if one call sees them all.
+
+        Load balancing multiplies counts and probabilities of the whole consumer, so the counts must be known before
+        the first call's backward pass.
+        """
+        calls = plan.consumer(self.dp_rank, slot).calls
+        if self._is_whole_consumer(plan, slot) or self.config.moe.load_balance_coef == 0:
+            return None
+        total_LE: Tensor | None = None
+        with torch.no_grad(), record_function("harts::expert_counts"):
+            for layout in calls:
+                inputs = TreeInputs.from_layout(layout, self.device, self.backends)
+                router = self.model(inputs).router
+                if not router:
+                    return None
+                counts_LE = expert_counts(router, inputs.multiplicity_T)
+                total_LE = counts_LE if total_LE is None else total_LE + counts_LE
+        return total_LE
+
+    def _is_whole_consumer(self, plan: StepPlan, slot: int) -> bool:
+        """Whether one call is enough to compute its share of the load-balancing loss."""
+        one_call = len(plan.consumer(self.dp_rank, slot).calls) == 1
+        return one_call or self.config.moe.load_balance_scope == "trajectory"
+
+    def _check_equal_calls(self, plan: StepPlan) -> None:
+        if self.dp_degree == 1:
+            return
+        for slot in range(plan.num_slots):
+            numbers = {len(plan.consumer(replica, slot).calls) for replica in range(self.dp_degree)}
+            if len(numbers) > 1:
+                raise ValueError(
+                    f"replicas need different numbers of calls in slot {slot} of tree.mode = '{plan.mode}' "
+                    f"({sorted(numbers)}), which would hang the collectives; raise tree.max_tokens"
+                )
+
+    def _set_gradient_sync(self, *, last: bool) -> None:
+        if isinstance(self.model, FSDPModule):
+            self.model.set_is_last_backward(last)
+            self.model.set_requires_gradient_sync(last)
+
+    def _optimizer_step(self, step: Step) -> dict[str, Metric]:
+        self.optimizers.zero_grad()
+        started = time.perf_counter()
+        result = self.run(step, backward=True)
+        with record_function("harts::optimizer"):
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            grad_norm = dist_utils.clip_grad_norm_(parameters, self.config.training.max_norm, foreach=True)
+            metrics = all_reduce_metrics(result.metrics, self.dp_group) if self.dp_degree > 1 else result.metrics
+            self._check_finite(step, result, metrics, float(grad_norm))
+            self.optimizers.step()
+            metrics |= self._apply_expert_counts(result.counts_LE)
+        metrics["grad_norm"] = _figure("mean", grad_norm)
+        metrics["time/step_seconds"] = _figure("sum", time.perf_counter() - started)
+        return metrics
+
+    def _apply_expert_counts(self, counts_LE: Tensor | None) -> dict[str, Metric]:
+        """Sum the assignments over replicas, update the expert biases, report the load."""
+        if counts_LE is None:
+            return {}
+        if self.dp_degree > 1:
+            dist.all_reduce(counts_LE, group=self.dp_group)
+        if self.config.moe.expert_bias_rate > 0:
+            update_expert_bias(self.model.expert_biases(), counts_LE, rate=self.config.moe.expert_bias_rate)
+        counts_LE = counts_LE.double()
+        load_L = counts_LE.amax(dim=1) / counts_LE.mean(dim=1)
+        return {
+            "router/expert_load_max": _figure("max", load_L.max()),
+            "router/expert_load_mean_of_max": _figure("mean", load_L.mean()),
+        }
+
+    def _check_finite(self, step: Step, result: StepResult, metrics: dict[str, Metric], grad_norm: float) -> None:
+        loss = metrics["loss"].result()
+        terms = [loss, *(m.result() for name, m in metrics.items() if name.startswith("router/"))]
+        if np.isfinite(grad_norm) and all(np.isfinite(terms)):
+            return
+        bad_S = ~(torch.isfinite(result.logprob_S) & torch.isfinite(result.loss_S)).numpy()
+        rows = np.unique(step.batch.row_of_position(np.flatnonzero(bad_S)))
+        episodes = [step.batch.episode_id[n] or step.batch.location[n] for n in rows]
+        where = f"non-finite in episodes {episodes[:8]}" if episodes else (
+            f"all log-probs on this replica are finite; episodes of the step: {sorted(set(step.batch.episode_id))[:8]}"
+        )
+        self.optimizers.zero_grad()
+        raise NonFiniteError(
+            f"update {self.num_updates}, replica {self.dp_rank}: loss {loss}, gradient norm {grad_norm}; {where}. "
+            "The optimizer step was not taken."
+        )
+
+    def _gather(self, logprob_S: Tensor) -> Tensor:
+        """Complete the log-probs of all replicas; every position belongs to one replica, so the sum is exact."""
+        if self.dp_degree == 1:
+            return logprob_S
+        on_device = logprob_S.to(self.device)
+        dist.all_reduce(on_device, group=self.dp_group)
+        return on_device.cpu()
+
+    def _plan_figures(self, batch: RolloutBatch, steps: list[Step], compute_old: bool) -> dict[str, float]:
+        stats = [step.plan.stats for step in steps]
+        epochs = self.config.rl.epochs
+        original = sum(s.original_tokens for s in stats)
+        compact = sum(s.compact_tokens for s in stats)
+        executed = sum(s.executed_rows for s in stats)
+        return {
+            "tokens/original": float(original * epochs),
+            "tokens/compact": float(compact * epochs),
+            "tokens/executed": float(executed * (epochs + compute_old)),
+            "tokens/replayed": float(sum(s.replay_tokens for s in stats) * (epochs + compute_old)),
+            "plan/compression": original / max(compact, 1),
+            "plan/seconds": sum(sum(s.seconds.values()) for s in stats),
+            "plan/rounds_max": float(max(s.rounds_max for s in stats)),
+            "plan/slots": float(sum(s.num_slots for s in stats)),
+            "data/dropped": float(batch.num_dropped),
+            "data/truncated": float(batch.num_truncated),
+        }
+
+
+def _figure(kind: str, value: Tensor | float, count: int = 1) -> Metric:
+    value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+    return Metric(kind, value.to("cpu", torch.float64), torch.tensor(count))
+
+
+def load_checkpoint(model: nn.Module, folder: str) -> None:
+    """Fill a model with the weights of a training checkpoint, on any number of ranks.
+
+    Args:
+        model: the model; buffers (expert biases) are loaded as well.
+        folder: a checkpoint of the trainer, ``{dump_folder}/checkpoint/step-N``.
+
+    Raises:
+        ValueError: If the folder is no checkpoint.
+    """
+    if not (Path(folder) / ".metadata").is_file():
+        raise ValueError(f"'{folder}' is no training checkpoint (it has no .metadata file); name a step-N folder")
+    state = model.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state)

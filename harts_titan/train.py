@@ -1,0 +1,125 @@
+"""Training entry point: a torchtitan trainer whose step is :meth:`harts_titan.engine.Engine.update`.
+
+``run_train.sh`` starts ``torchrun -m harts_titan.train --job.config_file CONFIG.toml [--section.field value ...]``.
+torchtitan builds the meshes, the model, optimizers, schedulers, checkpoints and metrics; the loader delivers the
+rollouts of one step; the engine does the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from harts_titan import _compat
+
+_compat.install()
+import torch  # noqa: E402
+import torchtitan.train as titan  # noqa: E402
+from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
+from torchtitan.config import ConfigManager  # noqa: E402
+from torchtitan.tools.logging import init_logger, logger  # noqa: E402
+
+from harts_titan.data import RolloutBatch  # noqa: E402
+from harts_titan.engine import Engine  # noqa: E402
+from harts_titan.job_config import validate  # noqa: E402
+
+# torchtitan's own version fails without an accelerator; Trainer.train looks the name up in its module.
+titan.maybe_enable_profiling = _compat.profiling
+
+
+class HartsTrainer(titan.Trainer):
+    """torchtitan's trainer with planned, shared execution of a step's rollouts."""
+
+    def __init__(self, job_config: Any) -> None:
+        validate(job_config)
+        super().__init__(job_config)
+        dims = self.parallel_dims
+        mesh = dims.get_mesh("batch") if dims.dp_enabled else None
+        self.engine = Engine(
+            self.model_parts[0],
+            job_config,
+            device=self.device,
+            optimizers=self.optimizers,
+            lr_schedulers=self.lr_schedulers,
+            dp_rank=0 if mesh is None else mesh.get_local_rank(),
+            dp_degree=1 if mesh is None else mesh.size(),
+            dp_group=None if mesh is None else mesh.get_group(),
+        )
+        self.optimizers.register_step_pre_hook(lambda *_, **__: self.checkpointer.maybe_wait_for_staging())
+        # Refuse unusable rollouts now, not when their step comes.
+        self.engine.check(self.dataloader.dataset.batch)
+        self._window: dict[str, float] = {}
+        self._window_start = time.perf_counter()
+
+    def batch_generator(self, data_iterable: Iterable[RolloutBatch]) -> Iterator[RolloutBatch]:
+        """Yield the rollouts of one step after another and count their tokens."""
+        iterator = iter(data_iterable)
+        while True:
+            started = time.perf_counter()
+            try:
+                batch = next(iterator)
+            except StopIteration as error:
+                raise DataloaderExhaustedError() from error
+            self.ntokens_seen += batch.num_positions
+            self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
+            yield batch
+
+    def train_step(self, data_iterator: Iterator[RolloutBatch]) -> None:
+        """Run one update and log it."""
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        metrics = self.engine.update(next(data_iterator))
+        for name in ("tokens/original", "tokens/compact", "tokens/executed"):
+            self._window[name] = self._window.get(name, 0.0) + metrics[name]
+        if not self.metrics_processor.should_log(self.step):
+            return
+        seconds = time.perf_counter() - self._window_start
+        rates = {f"{name}_per_second": total / seconds for name, total in self._window.items()}
+        # torchtitan's throughput is per device: this rank's share of the original tokens.
+        self.metrics_processor.ntokens_since_last_log = int(self._window["tokens/original"] / self.engine.dp_degree)
+        extra = metrics | rates | {"n_tokens_seen": self.ntokens_seen, "lr": lr}
+        self.metrics_processor.log(
+            self.step, metrics["loss"], metrics["loss"], metrics["grad_norm"], extra_metrics=extra
+        )
+        logger.info(
+            "step %d: %d original = %.2f x %d compact tokens (%d rows executed, %d replayed), %.0f original and "
+            "%.0f compact tokens/s, planned in %.3f s, %d round(s)",
+            self.step,
+            metrics["tokens/original"],
+            metrics["plan/compression"],
+            metrics["tokens/compact"],
+            metrics["tokens/executed"],
+            metrics["tokens/replayed"],
+            rates["tokens/original_per_second"],
+            rates["tokens/compact_per_second"],
+            metrics["plan/seconds"],
+            metrics["plan/rounds_max"],
+        )
+        self._window = {}
+        self._window_start = time.perf_counter()
+
+
+def main() -> None:
+    """Parse the configuration and train."""
+    init_logger()
+    logging.getLogger("harts_titan").setLevel(logging.INFO)
+    logging.getLogger("harts_titan").handlers = logger.handlers or logging.getLogger().handlers
+    logging.getLogger("harts_titan").propagate = False
+    trainer: HartsTrainer | None = None
+    try:
+        trainer = HartsTrainer(ConfigManager().parse_args(sys.argv[1:]))
+        trainer.train()
+    except ValueError as error:
+        logger.error("%s", error)
+        sys.exit(2)
+    finally:
+        if trainer is not None:
+            trainer.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
