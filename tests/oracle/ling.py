@@ -102,7 +102,7 @@ def random_weights(config: Config, seed: int, *, decay: float | None = None, dec
         elif name.endswith("word_embeddings.weight"):
             weights[name] = noise
         elif name.endswith("expert_bias"):
-            weights[name] = 0.05 * noise
+            weights[name] = (0.05 * noise).float().double()  # published in float32, kept in float32
         elif name.endswith("A_log"):
             weights[name] = 0.3 * noise
         elif name.endswith("dt_bias"):
