@@ -71,7 +71,7 @@ def check_call(
         ValueError: Naming the violated invariant.
     """
     producer = _NO_ROWS if external is None else external
-    tokens, offsets = np.asarray(tokens, dtype=np.int64), np.asarray(offsets, dtype=np.int64)
+    tokens, offsets = np.asarray(tokens), np.asarray(offsets, dtype=np.int64)
     _check_sizes(call, producer, where)
     _check_parents(call, producer, where)
     _check_positions(call, tokens, offsets, producer, where)
@@ -145,8 +145,10 @@ def _check_sharing(call: Arrays, producer: ExternalRows, mode: str, where: str) 
         return
     # Rows with different parents have different prefixes by induction, so siblings with equal tokens are the only
     # possible duplicates.
-    pair = np.stack([call["parent_Y"], np.concatenate([producer.token_X, call["token_T"]])], axis=1)
-    if np.unique(pair, axis=0).shape[0] != pair.shape[0]:
+    token = np.concatenate([producer.token_X, call["token_T"]])
+    # Token ids are int32, so parent and token fit one integer.
+    pair = np.sort((call["parent_Y"] + 1) * 2**31 + token)
+    if (np.diff(pair) == 0).any():
         _fail("distinct rows have distinct prefixes", where, "two rows have one parent and one token")
 
 
@@ -359,7 +361,7 @@ def check_step(
         if mode != "expanded":
             if len(of_consumer) != 1:
                 _fail("calls cover the consumer's trajectories once", where, f"{len(of_consumer)} calls")
-            rows = np.unique(of_consumer[0]["row_of_position_S"]).size
+            rows = int(np.count_nonzero(np.bincount(of_consumer[0]["row_of_position_S"])))
         else:
             rows = _distinct_prefixes([tokens[offsets[x] : offsets[x + 1]] for x in members])
             for call in of_consumer:

@@ -157,7 +157,7 @@ def build_layout(
         "parent_Y": parent_Y,
         "tin_Y": tin_Y,
         "tout_Y": tout_Y,
-        "conv_tap_TW": _convolution_taps(parent_Y, num_external, num_taps),
+        "conv_tap_TW": rk.convolution_taps(parent_Y, num_external, num_taps),
         "row_of_position_S": row_of_position_S,
         "label_S": label_S,
         "source_position_S": source_position_S,
@@ -195,16 +195,6 @@ def _number_sequences(forest: Forest, rounds: RoundPlan) -> tuple[np.ndarray, np
     rank[head_Q] = np.arange(head_Q.shape[0])
     sequence_V = rank[head_V]
     return sequence_V, head_Q, np.lexsort((forest.start_V, sequence_V))
-
-
-def _convolution_taps(parent_Y: np.ndarray, num_external: int, num_taps: int) -> np.ndarray:
-    """Return the last ``num_taps`` path rows of each own row, oldest first, -1 before the root."""
-    row = np.arange(num_external, parent_Y.shape[0])
-    taps = np.full((row.shape[0], num_taps), -1, np.int64)
-    for j in range(num_taps - 1, -1, -1):
-        taps[:, j] = row
-        row = np.where(row >= 0, parent_Y[row], -1)
-    return taps
 
 
 def _pack(

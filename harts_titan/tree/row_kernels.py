@@ -39,6 +39,19 @@ def own_rows(parent_V, start_V, length_V, seg_row_V, memory_order, attach_row_V,
 
 
 @numba.njit(cache=True)
+def convolution_taps(parent_Y, num_external, num_taps):
+    """Return the last ``num_taps`` path rows of each own row, oldest first, -1 before the root."""
+    tap_TW = np.full((parent_Y.shape[0] - num_external, num_taps), -1)
+    for t in range(tap_TW.shape[0]):
+        row, j = num_external + t, num_taps - 1
+        while row >= 0 and j >= 0:
+            tap_TW[t, j] = row
+            row = parent_Y[row]
+            j -= 1
+    return tap_TW
+
+
+@numba.njit(cache=True)
 def map_positions(parent_Y, end_row_N, position_offset_N1, tokens, first_N):
     """Return the path row, the next token (-100 at a trajectory's end) and the step-batch position of each position."""
     num_positions = position_offset_N1[-1]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tree_oracle import flat, random_sequences
 
-from harts_titan.tree import MODES, RoundPlan, check_call, layout, plan_step, step
+from harts_titan.tree import MODES, RoundPlan, check_call, layout, plan_step, row_kernels, step
 
 CHUNK = 3
 
@@ -102,7 +102,7 @@ def test_convolution_reads_the_memory_neighbour(monkeypatch):
         return np.stack([np.maximum(row - back, -1) for back in range(num_taps - 1, -1, -1)], axis=1)
 
     tokens, offsets = flat([[0] * 9 + [1], [0] * 4 + [2]])
-    monkeypatch.setattr(layout, "_convolution_taps", neighbours)
+    monkeypatch.setattr(row_kernels, "convolution_taps", neighbours)
     plan = plan_step(tokens, offsets, capacity=100, chunk_size=CHUNK)
     with pytest.raises(ValueError, match="taps are the true path predecessors"):
         plan.validate(tokens, offsets)
