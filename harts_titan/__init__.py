@@ -6,3 +6,8 @@ gradients that ordinary per-trajectory training gives (HARTS 3).
 """
 
 __version__ = "0.1.0"
+
+from harts_titan import _compat
+
+# Before any module of the package can import torchtitan, which binds its device type at import.
+_compat.install()

@@ -27,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.train_spec import get_train_spec
@@ -170,8 +169,7 @@ class Engine:
         if config.debug.seed is not None:
             torch.manual_seed(config.debug.seed)
         device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-        dtypes = TORCH_DTYPE_MAP | {"float64": torch.float64}
-        with torch.device("meta"), set_default_dtype(dtypes[config.training.dtype]):
+        with torch.device("meta"), set_default_dtype(getattr(torch, config.training.dtype)):
             model: Any = spec.model_cls(model_args)
         model = spec.parallelize_fn(model, dims, config)
         model.to_empty(device=device)
@@ -219,18 +217,7 @@ class Engine:
         if self.optimizers is None:
             raise ValueError("this engine was built without an optimizer and can only compute log-probs")
         self.num_updates += 1
-        self.check(batch)
-        batch, _ = apply_overlong(batch, self.config.tree.max_tokens, self.config.data.overlong)
-        advantage_S = self._advantages(batch)
-        steps = []
-        for idx in self._split(batch):
-            picked_S = None if advantage_S is None else self._pick(batch, advantage_S, idx)
-            steps.append(self.prepare(batch.select(idx), picked_S))
-        compute_old = self.objective.must_compute_old_logprobs(self._columns(batch))
-        if compute_old:
-            # Same plans as the updates below, so that the first ratio is exactly 1.
-            with record_function("harts::old_logprobs"):
-                steps = [self._with_old_logprobs(step) for step in steps]
+        steps = self.prepare_update(batch)
         parts: list[dict[str, Metric]] = []
         for _ in range(self.config.rl.epochs):
             for step in steps:
@@ -242,7 +229,7 @@ class Engine:
         for name in ("loss", "policy_loss", "router/z_loss", "router/load_balance_loss"):
             if name in values:
                 values[name] /= num_steps
-        return values | self._plan_figures(batch, steps, compute_old)
+        return values | self._plan_figures(steps)
 
     def compute_log_probs(self, batch: RolloutBatch) -> np.ndarray:
         """Compute the current policy's log-prob of every token, without gradients.
@@ -275,25 +262,43 @@ class Engine:
         if self.config.data.overlong == "error":
             apply_overlong(batch, self.config.tree.max_tokens, "error")
 
-    def prepare(self, batch: RolloutBatch, advantage_S: np.ndarray | None = None, **plan_options: Any) -> Step:
+    def prepare_update(self, batch: RolloutBatch) -> list[Step]:
+        """Check a batch and turn it into the optimizer steps of one epoch: advantages, plans, old log-probs.
+
+        Args:
+            batch: trajectories; every rank passes the same batch.
+
+        Returns:
+            One step per mini-batch.
+
+        Raises:
+            ValueError: If the batch lacks what the objective needs, before any compute.
+        """
+        self.check(batch)
+        batch, _ = apply_overlong(batch, self.config.tree.max_tokens, self.config.data.overlong)
+        advantage_S = self._advantages(batch)
+        steps = []
+        for idx in self._split(batch):
+            picked_S = None if advantage_S is None else self._pick(batch, advantage_S, idx)
+            steps.append(self.prepare(batch.select(idx), picked_S))
+        if self.objective.must_compute_old_logprobs(self._columns(batch)):
+            # Same plans as the updates, so that the first ratio is exactly 1.
+            with record_function("harts::old_logprobs"):
+                steps = [self._with_old_logprobs(step) for step in steps]
+        return steps
+
+    def replan(self, step: Step, **plan_options: Any) -> Step:
+        """Plan the same optimizer step differently, e.g. ``mode="expanded"``; metadata and totals stay."""
+        return replace(step, plan=self._plan(step.batch, **plan_options))
+
+    def prepare(self, batch: RolloutBatch, advantage_S: np.ndarray | None = None) -> Step:
         """Plan one optimizer step and align its metadata.
 
         Args:
             batch: the step's trajectories.
             advantage_S: label-aligned advantages derived from rewards; None reads the batch's column.
-            **plan_options: passed to :func:`harts_titan.tree.plan_step`, over the configuration's.
         """
-        tree = self.config.tree
-        with record_function("harts::plan"):
-            options = {
-                "capacity": tree.max_tokens,
-                "chunk_size": tree.chunk_size,
-                "dp_degree": self.dp_degree,
-                "mode": tree.mode,
-            } | plan_options
-            plan = plan_step(batch.tokens, batch.offsets, **options)
-            if tree.validate:
-                plan.validate(batch.tokens, batch.offsets)
+        plan = self._plan(batch)
         offsets = batch.offsets
         mask_S = batch.label_mask
 
@@ -310,6 +315,20 @@ class Engine:
             weight_S=aligned(batch.weights),
         )
         return Step(batch, plan, positions, StepTotals.from_arrays(mask_S, offsets, weight_S=aligned(batch.weights)))
+
+    def _plan(self, batch: RolloutBatch, **plan_options: Any) -> StepPlan:
+        tree = self.config.tree
+        options: dict[str, Any] = {
+            "capacity": tree.max_tokens,
+            "chunk_size": tree.chunk_size,
+            "dp_degree": self.dp_degree,
+            "mode": tree.mode,
+        }
+        with record_function("harts::plan"):
+            plan = plan_step(batch.tokens, batch.offsets, **(options | plan_options))
+            if tree.validate:
+                plan.validate(batch.tokens, batch.offsets)
+        return plan
 
     def _columns(self, batch: RolloutBatch) -> set[str]:
         return {name for name in _OPTIONAL_COLUMNS if getattr(batch, name) is not None}
@@ -527,23 +546,24 @@ class Engine:
         dist.all_reduce(on_device, group=self.dp_group)
         return on_device.cpu()
 
-    def _plan_figures(self, batch: RolloutBatch, steps: list[Step], compute_old: bool) -> dict[str, float]:
+    def _plan_figures(self, steps: list[Step]) -> dict[str, float]:
         stats = [step.plan.stats for step in steps]
         epochs = self.config.rl.epochs
+        had_old = "old_logprobs" in self._columns(steps[0].batch)
+        passes = epochs + (not had_old and "old_logprob" in self.objective.needs)
         original = sum(s.original_tokens for s in stats)
         compact = sum(s.compact_tokens for s in stats)
-        executed = sum(s.executed_rows for s in stats)
         return {
             "tokens/original": float(original * epochs),
             "tokens/compact": float(compact * epochs),
-            "tokens/executed": float(executed * (epochs + compute_old)),
-            "tokens/replayed": float(sum(s.replay_tokens for s in stats) * (epochs + compute_old)),
+            "tokens/executed": float(sum(s.executed_rows for s in stats) * passes),
+            "tokens/replayed": float(sum(s.replay_tokens for s in stats) * passes),
             "plan/compression": original / max(compact, 1),
             "plan/seconds": sum(sum(s.seconds.values()) for s in stats),
             "plan/rounds_max": float(max(s.rounds_max for s in stats)),
             "plan/slots": float(sum(s.num_slots for s in stats)),
-            "data/dropped": float(batch.num_dropped),
-            "data/truncated": float(batch.num_truncated),
+            "data/dropped": float(steps[0].batch.num_dropped),
+            "data/truncated": float(steps[0].batch.num_truncated),
         }
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from harts_titan import _compat
 from harts_titan.ops import OpsBackends
 from harts_titan.rl import ObjectiveConfig
 
@@ -225,8 +224,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Any:
     """
     if not Path(path).is_file():
         raise ValueError(f"configuration file '{path}' does not exist; see train_configs/")
-    # Imported here: ConfigManager itself imports this module by name, and the shims must come first.
-    _compat.install()
+    # Imported here: ConfigManager itself imports this module by name.
     from torchtitan.config import ConfigManager
 
     module = ["--job.custom_config_module", "harts_titan.job_config"]

@@ -13,18 +13,16 @@ import time
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+import torchtitan.train as titan
+from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.config import ConfigManager
+from torchtitan.tools.logging import init_logger, logger
+
 from harts_titan import _compat
-
-_compat.install()
-import torch  # noqa: E402
-import torchtitan.train as titan  # noqa: E402
-from torchtitan.components.dataloader import DataloaderExhaustedError  # noqa: E402
-from torchtitan.config import ConfigManager  # noqa: E402
-from torchtitan.tools.logging import init_logger, logger  # noqa: E402
-
-from harts_titan.data import RolloutBatch  # noqa: E402
-from harts_titan.engine import Engine  # noqa: E402
-from harts_titan.job_config import validate  # noqa: E402
+from harts_titan.data import RolloutBatch
+from harts_titan.engine import Engine
+from harts_titan.job_config import validate
 
 # torchtitan's own version fails without an accelerator; Trainer.train looks the name up in its module.
 titan.maybe_enable_profiling = _compat.profiling

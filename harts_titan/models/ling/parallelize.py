@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.utils import device_type
 
@@ -58,14 +57,14 @@ def parallelize_ling(model: nn.Module, parallel_dims: ParallelDims, job_config: 
     model.recompute_layers = mode == "full"
 
     training = job_config.training
-    param_dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    param_dtype = getattr(torch, training.mixed_precision_param)
     if parallel_dims.dp_shard > 1 or param_dtype != _stored_dtype(model):
         mesh = parallel_dims.get_mesh("fsdp") if parallel_dims.dp_shard > 1 else single_rank_mesh(device_type)
         shard_model(
             model,
             mesh,
             param_dtype=param_dtype,
-            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+            reduce_dtype=getattr(torch, training.mixed_precision_reduce),
             wide_modules=(KDACore,),
             reshard_after_forward=job_config.parallelism.fsdp_reshard_after_forward,
         )

@@ -1,0 +1,266 @@
+"""``harts-verify CONFIG``: does shared execution give every trajectory what it would have had alone?
+
+The same steps run three times with the same weights: as configured (``compact`` or ``nodewise``), expanded, and expanded
+again but packed differently (trajectories in reverse order, half the rows per call). The third run gives the baseline's
+own re-run error, the measure for 16-bit types. No optimizer step is taken.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from harts_titan.cli import common
+from harts_titan.cli.comparison import (
+    LogitFigures,
+    Recorded,
+    compare_logits,
+    cores_bit_equal,
+    execute,
+    relative_difference,
+    routing_agrees,
+)
+from harts_titan.data import RolloutDataset
+from harts_titan.data.source import rollouts_from_config
+from harts_titan.engine import Engine, Step
+from harts_titan.job_config import load_config
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Largest differences accepted, by dtype; None = reported, not judged."""
+
+    logprob: float | None
+    grad: float | None
+    scalar: float | None
+    """Relative difference of loss, z-loss and load-balancing loss."""
+    min_cosine: float
+    rerun_factor: float | None
+    """Symmetric KL and 1 - cosine may be at most this many times the re-run error."""
+
+
+BARS = {
+    # 1e-10 / 1e-9 allow for the reordered float64 sums of thousands of terms.
+    "float64": Bars(logprob=1e-10, grad=1e-9, scalar=1e-9, min_cosine=0.9997, rerun_factor=None),
+    # Judged on positions whose whole path routes equally; a flip near a tie is counted, not judged.
+    "float32": Bars(logprob=1e-5, grad=None, scalar=1e-4, min_cosine=0.9997, rerun_factor=None),
+    "bfloat16": Bars(logprob=None, grad=None, scalar=None, min_cosine=0.9997, rerun_factor=1.1),
+}
+
+
+@dataclass
+class Differences:
+    """Worst differences between two runs over all steps."""
+
+    logprob: float = 0.0
+    logprob_same_routing: float = 0.0
+    entropy: float = 0.0
+    entropy_same_routing: float = 0.0
+    loss: float = 0.0
+    loss_rel: float = 0.0
+    z_loss_rel: float = 0.0
+    load_balance_loss_rel: float = 0.0
+    grad_rel: float = 0.0
+    worst_parameter: str = ""
+    counts_equal: bool = True
+    flipped_positions: int = 0
+    logits: LogitFigures = field(default_factory=LogitFigures)
+
+    def include(self, engine: Engine, step: Step, a: Recorded, b: Recorded, depth_S: torch.Tensor) -> None:
+        """Take in the difference of run ``a`` from run ``b`` of one step."""
+        offsets = step.batch.offsets
+        agrees_S = routing_agrees(a, b, offsets)
+        labelled_S = torch.from_numpy(step.batch.labels >= 0)
+        self.flipped_positions += int((~agrees_S).sum())
+        for name, left, right in (("logprob", a.logprob_S, b.logprob_S), ("entropy", a.entropy_S, b.entropy_S)):
+            difference_S = (left.double() - right.double()).abs()
+            setattr(self, name, _worst(getattr(self, name), difference_S))
+            same = f"{name}_same_routing"
+            setattr(self, same, _worst(getattr(self, same), difference_S[agrees_S]))
+        self.loss = max(self.loss, abs(a.loss - b.loss))
+        for name in ("loss", "z_loss", "load_balance_loss"):
+            left, right = getattr(a, name), getattr(b, name)
+            worst = max(getattr(self, f"{name}_rel"), abs(left - right) / max(abs(right), 1e-300) if left != right else 0.0)
+            setattr(self, f"{name}_rel", worst)
+        for name, grad in b.grads.items():
+            difference = relative_difference(a.grads[name], grad)
+            if not difference <= self.grad_rel:
+                self.grad_rel, self.worst_parameter = difference, name
+        if a.counts_LE is not None and b.counts_LE is not None:
+            self.counts_equal &= torch.equal(a.counts_LE, b.counts_LE)
+        self.logits.add(compare_logits(engine, a, b, depth_S=depth_S, labelled_S=labelled_S))
+
+
+def _worst(so_far: float, difference: torch.Tensor) -> float:
+    if not len(difference):
+        return so_far
+    worst = float(difference.max())
+    return worst if math.isnan(worst) else max(so_far, worst)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="harts-verify",
+        description="Compare shared with expanded execution on the steps of a configuration; exit status 1 when a bar "
+        "fails. Unknown options of the form --section.field value override the configuration.",
+    )
+    parser.add_argument("config", help="TOML configuration")
+    parser.add_argument("--rollouts", metavar="FILE", help="rollouts to use instead of data.path")
+    parser.add_argument("--dtype", choices=tuple(BARS), default="", help="default: training.dtype")
+    parser.add_argument("--hf-dir", default="", metavar="DIR", help="take model and weights from a Hugging Face folder")
+    parser.add_argument("--steps", type=int, default=0, metavar="N", help="verify the first N steps (default: one epoch)")
+    common.add_common_options(parser)
+    return parser
+
+
+def _prepare(engine: Engine, batch: Any) -> tuple[Step, dict[str, Any]]:
+    """Plan the shared run, with old log-probs if the objective needs them, and the options of the expanded ones."""
+    step = engine.prepare_update(batch)[0]
+    half = max(engine.config.tree.max_tokens // 2, int(batch.lengths.max()))
+    return step, {"mode": "expanded", "call_capacity": half, "reverse": True}
+
+
+def verify(engine: Engine, dataset: RolloutDataset, *, steps: int, dtype: str) -> dict[str, Any]:
+    """Compare the modes on the first ``steps`` steps of an epoch (0 = all) and judge the differences.
+
+    Returns:
+        The figures under the JSON keys of ``harts-verify``; ``passed`` and ``failures`` give the verdict.
+    """
+    shared, rerun = Differences(), Differences()
+    core_equal, core_elements = True, 0
+    rows: dict[str, int] = {"shared": 0, "expanded": 0, "rerun": 0}
+    uneven: list[str] = []
+    stats: dict[str, int] = {"original_tokens": 0, "compact_tokens": 0, "replay_tokens": 0}
+    members = dataset.steps_of_epoch(0)[: steps or None]
+    progress = tqdm(total=3 * len(members), desc="verify", unit="run")
+    for idx in members:
+        batch = dataset.batch.select(idx)
+        step, rerun_options = _prepare(engine, batch)
+        step_expanded = engine.replan(step, mode="expanded")
+        runs: list[Recorded] = []
+        for name, one in (
+            ("shared", step),
+            ("expanded", step_expanded),
+            ("rerun", engine.replan(step, **rerun_options)),
+        ):
+            runs.append(execute(engine, one, cores=name == "shared"))
+            layers = set(runs[-1].rows_executed.values())
+            if len(layers) != 1:
+                uneven.append(f"{name}: layers executed {sorted(layers)} rows")
+            rows[name] += max(layers)
+            progress.update()
+        equal, elements = cores_bit_equal(engine, runs[0], step_expanded)
+        core_equal, core_elements = core_equal and equal, core_elements + elements
+        shared.include(engine, step, runs[0], runs[1], runs[0].depth_S)
+        rerun.include(engine, step, runs[2], runs[1], runs[0].depth_S)
+        for name in stats:
+            stats[name] += getattr(step.plan.stats, name)
+    progress.close()
+    result: dict[str, Any] = {
+        "mode": engine.config.tree.mode,
+        "dtype": dtype,
+        "steps": len(members),
+        **stats,
+        "compression": stats["original_tokens"] / stats["compact_tokens"],
+        "rows_executed": rows,
+        **_figures(shared, ""),
+        "core_bit_equal": core_equal,
+        "core_elements_compared": core_elements,
+        "rerun": _figures(rerun, ""),
+    }
+    result["failures"] = uneven + failures(result, BARS[dtype])
+    result["passed"] = not result["failures"]
+    return result
+
+
+def _figures(d: Differences, prefix: str) -> dict[str, Any]:
+    values = {
+        "max_logprob_diff": d.logprob,
+        "max_logprob_diff_same_routing": d.logprob_same_routing,
+        "max_entropy_diff": d.entropy,
+        "max_entropy_diff_same_routing": d.entropy_same_routing,
+        "loss_diff": d.loss,
+        "loss_rel_diff": d.loss_rel,
+        "z_loss_rel_diff": d.z_loss_rel,
+        "load_balance_loss_rel_diff": d.load_balance_loss_rel,
+        "max_grad_rel_diff": d.grad_rel,
+        "worst_parameter": d.worst_parameter,
+        "expert_counts_equal": d.counts_equal,
+        "positions_with_routing_flips": d.flipped_positions,
+        **d.logits.summary(),
+    }
+    return {prefix + name: value for name, value in values.items()}
+
+
+def failures(result: dict[str, Any], bars: Bars) -> list[str]:
+    """Return one line per bar that the figures of :func:`verify` miss; NaN misses every bar."""
+    found = []
+
+    def at_most(name: str, bar: float | None) -> None:
+        if bar is not None and not result[name] <= bar:
+            found.append(f"{name} = {result[name]:.3g}, at most {bar:.3g} is accepted")
+
+    at_most("max_logprob_diff_same_routing", bars.logprob)
+    at_most("max_entropy_diff_same_routing", bars.logprob)
+    at_most("max_grad_rel_diff", bars.grad)
+    for name in ("loss_rel_diff", "z_loss_rel_diff", "load_balance_loss_rel_diff"):
+        at_most(name, bars.scalar)
+    if not result["mean_token_cosine"] >= bars.min_cosine:
+        found.append(f"mean_token_cosine = {result['mean_token_cosine']:.6f}, at least {bars.min_cosine} is needed")
+    if result["positions_with_routing_flips"] == 0 and not result["expert_counts_equal"]:
+        found.append("expert counts differ although every position routed equally")
+    if bars.logprob == BARS["float64"].logprob:
+        at_most("max_logprob_diff", bars.logprob)
+        if not result["expert_counts_equal"]:
+            found.append("expert counts differ")
+    if result["mode"] == "compact" and not result["core_bit_equal"]:
+        found.append("linear-attention core outputs are not bit-equal to the per-trajectory run")
+    if bars.rerun_factor is not None:
+        kl, again = result["mean_symmetric_kl"], result["rerun"]["mean_symmetric_kl"]
+        if not kl <= bars.rerun_factor * again:
+            found.append(f"mean_symmetric_kl = {kl:.3g}, at most {bars.rerun_factor} x the re-run's {again:.3g} is accepted")
+    original, rows = result["original_tokens"], result["rows_executed"]
+    for name, want in (("shared", result["compact_tokens"]), ("expanded", original), ("rerun", original)):
+        if rows[name] != want:
+            found.append(f"the {name} run executed {rows[name]} rows per layer, {want} were expected")
+    return found
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command and return its exit status."""
+    options, overrides = _parser().parse_known_args(argv)
+    if options.steps < 0:
+        raise ValueError(f"--steps ({options.steps}) must not be negative")
+    fixed = ["--activation_checkpoint.mode", "none", "--rl.mini_batches", "1"]
+    config = load_config(options.config, [*common.config_overrides(options), *overrides, *fixed])
+    if config.tree.mode == "expanded":
+        raise ValueError("tree.mode = 'expanded' has nothing to verify; use 'compact' or 'nodewise'")
+    dtype = options.dtype or config.training.dtype
+    engine = Engine.from_config(config, hf_dir=options.hf_dir, dtype=dtype, with_optimizer=False)
+    data = config.data
+    batch = rollouts_from_config(data, vocab_size=engine.vocab_size)
+    dataset = RolloutDataset(
+        batch, trajectories_per_step=data.trajectories_per_step, shuffle=data.shuffle, seed=data.seed
+    )
+    np.random.seed(0)
+    result = verify(engine, dataset, steps=options.steps, dtype=dtype)
+    common.write_json(result, options.json)
+    shown = [(k, f"{v:.3e}" if isinstance(v, float) and not k.startswith(("mean_tok", "compr")) else v) for k, v in result.items()
+             if not isinstance(v, dict | list)]
+    common.table(f"harts-verify: {options.config}, {dtype}", shown, to_stderr=options.json == "-")
+    for line in result["failures"]:
+        sys.stderr.write(f"FAILED: {line}\n")
+    return 0 if result["passed"] else 1
+
+
+def entry() -> None:
+    """Console script."""
+    sys.exit(common.run(main))
