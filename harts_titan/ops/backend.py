@@ -36,7 +36,8 @@ class _Backend:
     requires: tuple[str, ...] = ()
     """Importable package names the module needs."""
     install: str = ""
-    min_capability: tuple[int, int] | None = None
+    capabilities: tuple[int, ...] | None = None
+    """Major compute capabilities it supports; None: all."""
     auto_cuda: bool = False
     auto_cpu: bool = False
     slow_on_cuda: bool = False
@@ -77,7 +78,7 @@ _BACKENDS: dict[str, tuple[_Backend, ...]] = {
             module="harts_titan.ops.attention.fa4",
             requires=("flash_attn", "cutlass"),
             install="pip install 'harts_titan[gpu]'",
-            min_capability=(9, 0),
+            capabilities=(9, 10, 11),
             auto_cuda=True,
         ),
         _Backend(
@@ -141,10 +142,10 @@ def unavailable_reason(op: str, name: str, *, device: torch.device, dtype: torch
         return f"it accepts {', '.join(_short(d) for d in backend.dtypes)}, not {_short(dtype)}"
     if backend.cuda_only and device.type != "cuda" and not _interpreted(backend):
         return f"it needs CUDA tensors, the inputs are on {device.type}"
-    if backend.min_capability is not None and device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < backend.min_capability:
-            return f"it needs compute capability {backend.min_capability} or newer, the device has {capability}"
+    if backend.capabilities is not None and device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if major not in backend.capabilities:
+            return f"it runs on compute capabilities {backend.capabilities}, the device has {major}.{minor}"
     for package in backend.requires:
         if not _has_package(package):
             return f"package {package!r} is not installed ({backend.install})"
@@ -219,8 +220,13 @@ def _import_error(module: str) -> str | None:
     return None
 
 
-@functools.cache
+_logged: set[tuple[str, str]] = set()
+
+
 def _log_choice(op: str, name: str, why: str, slow: bool) -> None:
+    if (op, name) in _logged:
+        return
+    _logged.add((op, name))
     if slow:
         logger.warning("%s runs its plain PyTorch backend %r on CUDA, far slower than the kernels: %s", op, name, why)
     else:

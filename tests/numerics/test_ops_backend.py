@@ -26,7 +26,7 @@ def test_automatic_choice_on_cuda_prefers_kernels_and_warns_about_slow_fallbacks
         return "not installed" if name in missing else None
 
     monkeypatch.setattr(backend, "unavailable_reason", reason)
-    backend._log_choice.cache_clear()
+    backend._logged.clear()
     missing = ()
     cuda = {"device": "cuda", "dtype": torch.bfloat16}
     assert [choose(op, **cuda) for op in ("kda", "short_conv", "attention", "grouped_mm")] == [
