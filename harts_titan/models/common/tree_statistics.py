@@ -27,7 +27,7 @@ def _csr(group: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
 def _segment_sum(values: Tensor, index: Tensor, offsets: Tensor) -> Tensor:
     gathered = values.index_select(0, index)
     if values.is_floating_point():
-        return torch.segment_reduce(gathered, "sum", offsets=offsets, axis=0, initial=0)
+        return torch.segment_reduce(gathered, "sum", offsets=offsets, axis=0, initial=0, unsafe=True)
     # Integer sums are exact in any order.
     group = torch.repeat_interleave(torch.diff(offsets), output_size=index.numel())
     return gathered.new_zeros(offsets.numel() - 1, *values.shape[1:]).index_add_(0, group, gathered)

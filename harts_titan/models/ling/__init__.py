@@ -15,15 +15,9 @@ from torchtitan.components.optimizer import build_optimizers
 from torchtitan.protocols import train_spec
 from torchtitan.protocols.train_spec import TrainSpec
 
-from harts_titan.models.ling.config import (
-    FLAVOURS,
-    LingArgs,
-    active_parameter_count,
-    from_hf_config,
-    parameter_count,
-    to_hf_config,
-)
+from harts_titan.models.ling.config import FLAVOURS, LingArgs, active_parameter_count, parameter_count
 from harts_titan.models.ling.hf import load_hf, save_hf
+from harts_titan.models.ling.hf_config import from_hf_config, to_hf_config
 from harts_titan.models.ling.model import Ling, LingOutput
 from harts_titan.models.ling.parallelize import parallelize_ling
 from harts_titan.models.ling.state_dict_adapter import LingStateDictAdapter
