@@ -97,8 +97,8 @@ def _plan(parent, length, chunk_size, root_start):
     start = np.empty(n, np.int64)
     for v in range(n):
         start[v] = root_start[v] if parent[v] < 0 else start[parent[v]] + length[parent[v]]
-    # Over the children seen so far: largest and second largest T_pre; the child that attains the largest with the
-    # smallest T_in (the safe one to continue); tokens of the longest path below and the child it goes through.
+    # Over the children seen so far: largest and second largest T_pre; the child that attains the largest (the safe one
+    # to continue) and its T_in; tokens of the longest path below and the child it goes through.
     most, second, safe_in = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
     safe, tall, height = np.full(n, -1), np.full(n, -1), np.zeros(n, np.int64)
     num_rounds = 0
@@ -120,11 +120,9 @@ def _plan(parent, length, chunk_size, root_start):
         if t_pre > most[p]:
             most[p], second[p] = t_pre, most[p]
             safe[p], safe_in[p] = v, t_in
-        else:
-            if t_pre > second[p]:
-                second[p] = t_pre
-            if t_pre == most[p] and t_in < safe_in[p]:
-                safe[p], safe_in[p] = v, t_in
+        elif t_pre > second[p]:
+            # Attained twice, the largest costs 1 + most >= T_in whichever of the two continues.
+            second[p] = t_pre
     return num_rounds, *_recover(parent, length, chunk_size, start, num_rounds, most, safe, tall)
 
 
