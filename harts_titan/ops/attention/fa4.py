@@ -135,8 +135,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask) -> None:
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit: needed (T, H, K), (Y, H, K), "
             f"(Y, H, V) with Y - T = num_external_rows = {mask.num_external_rows}"
         )
-    if mask.num_path_rows != Y or mask.device != q.device:
-        raise ValueError(f"mask covers {mask.num_path_rows} path rows on {mask.device}, k has {Y} rows on {q.device}")
+    if mask.tin_Y.shape[0] != Y or mask.tin_Y.device != q.device:
+        got = f"{mask.tin_Y.shape[0]} path rows on {mask.tin_Y.device}"
+        raise ValueError(f"mask covers {got}, k has {Y} rows on {q.device}")
     if q.dtype not in (torch.float16, torch.bfloat16) or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(f"q, k, v must share float16 or bfloat16; got {q.dtype}, {k.dtype}, {v.dtype}")
 

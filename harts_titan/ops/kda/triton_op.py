@@ -30,8 +30,23 @@ _FAN_BLOCK = 1024
 
 
 class KDATables(NamedTuple):
-    """Index tables of one call, in the order the custom ops take them; device tensors except ``round_R5``."""
+    """Index tables of one call, in the order the custom ops take them.
 
+    All tables a kernel reads lie in one tensor: torch.compile makes a graph of its own for every table of size 0 or 1
+    and for every two tables that happen to have one size, and a call has a dozen.
+    """
+
+    index_I: Tensor
+    """int64 on the device; ``_unpack`` cuts it."""
+    header_J: Tensor
+    """int64 on the host: Q, C, F, M, Y, then one ``_Round`` after another."""
+    packed_row_P: Tensor
+    kept_T: Tensor
+    export_sequence_E: Tensor
+    """On the host; only its size is read."""
+
+
+class _Index(NamedTuple):
     cu_seqlens_Q1: Tensor
     chunk_indices_C2: Tensor
     chunk_offset_Q1: Tensor
@@ -43,13 +58,27 @@ class KDATables(NamedTuple):
     """Pool rows that sequences start from, round after round."""
     fan_ptr_F1: Tensor
     fan_slot_M: Tensor
-    packed_row_P: Tensor
-    kept_T: Tensor
     copy_ptr_Y1: Tensor
     copy_row_P: Tensor
-    export_sequence_E: Tensor
-    round_R5: Tensor
-    """CPU int64, per round: first sequence, sequences, first of ``fan_row_F``, entries there, starts from a state."""
+    packed_row_P: Tensor
+    kept_T: Tensor
+    num_exports: int
+    rounds: list[_Round]
+
+
+class _Round(NamedTuple):
+    first_sequence: int
+    num_sequences: int
+    first_fan: int
+    """Position in ``fan_row_F``."""
+    num_fans: int
+    num_starts: int
+    """Sequences that start from a pool row."""
+
+
+# Tables start at multiples of 16 int64: Triton compiles kernels anew for pointers of another alignment.
+_ALIGN = 16
+_HEADER = 5
 
 
 def prepare_tables(sequences: PackedSequences) -> KDATables:
@@ -63,11 +92,10 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
         return cached
     if torch.compiler.is_compiling():
         raise ValueError("call prepare_tables(sequences) before the compiled region that runs kda_triton")
-    device = sequences.device
     init = np.asarray(sequences.init_state_host, dtype=np.int64)
     slot = np.full(init.size, -1, dtype=np.int64)
-    fan_row, fan_count, fan_slot, rounds = [], [], [], []
-    num_fans = 0
+    fan_row, fan_slot = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    fan_count, rounds, num_fans = [np.zeros(1, dtype=np.int64)], [], 0
     for first, last in sequences.rounds:
         starts = first + np.flatnonzero(init[first:last] >= 0)
         slot[starts] = np.arange(starts.size)
@@ -77,34 +105,56 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
         fan_row.append(rows)
         fan_count.append(count)
         fan_slot.append(slot[starts][order])
-        rounds.append((first, last - first, num_fans, rows.size, starts.size))
+        rounds.append(_Round(first, last - first, num_fans, rows.size, starts.size))
         num_fans += rows.size
-
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(torch.int32).to(device)
-
-    empty = np.zeros(0, dtype=np.int64)
-    count = np.concatenate([empty, *fan_count])
     fan_in = sequences.replay_fan_in
+    device = sequences.device
+    pieces: list[Tensor] = []
+    for table in (
+        sequences.cu_seqlens_Q1,
+        sequences.chunk_indices_C2,
+        sequences.chunk_offset_Q1,
+        sequences.init_state_Q,
+        torch.from_numpy(slot),
+        sequences.export_row_B,
+        torch.from_numpy(np.concatenate(fan_row)),
+        torch.from_numpy(np.cumsum(np.concatenate(fan_count))),
+        torch.from_numpy(np.concatenate(fan_slot)),
+        fan_in.ptr_Y1,
+        fan_in.packed_P,
+    ):
+        flat = table.reshape(-1).to(device, torch.int64)
+        pieces += [flat, flat.new_zeros(-flat.numel() % _ALIGN)]
+    header = [
+        sequences.num_sequences,
+        sequences.num_chunks,
+        num_fans,
+        sum(r.num_starts for r in rounds),
+        sequences.num_path_rows,
+    ]
     tables = KDATables(
-        cu_seqlens_Q1=sequences.cu_seqlens_Q1,
-        chunk_indices_C2=sequences.chunk_indices_C2,
-        chunk_offset_Q1=sequences.chunk_offset_Q1,
-        init_row_Q=sequences.init_state_Q,
-        init_slot_Q=on_device(slot),
-        export_row_B=sequences.export_row_B,
-        fan_row_F=on_device(np.concatenate([empty, *fan_row])),
-        fan_ptr_F1=on_device(np.concatenate([[0], np.cumsum(count)])),
-        fan_slot_M=on_device(np.concatenate([empty, *fan_slot])),
-        packed_row_P=sequences.packed_row_P,
-        kept_T=sequences.kept_T,
-        copy_ptr_Y1=fan_in.ptr_Y1,
-        copy_row_P=fan_in.packed_P,
-        export_sequence_E=on_device(np.asarray(sequences.export_sequence_host, dtype=np.int64)),
-        round_R5=torch.tensor(rounds, dtype=torch.int64).reshape(-1, 5),
+        torch.cat(pieces),
+        torch.tensor([*header, *(value for r in rounds for value in r)], dtype=torch.int64),
+        sequences.packed_row_P,
+        sequences.kept_T,
+        torch.tensor(sequences.export_sequence_host, dtype=torch.int64),
     )
     object.__setattr__(sequences, "_triton_tables", tables)
     return tables
+
+
+def _unpack(tables: list[Tensor]) -> _Index:
+    t = KDATables(*tables)
+    header = t.header_J.tolist()
+    Q, C, F, M, Y = header[:_HEADER]
+    P = t.packed_row_P.shape[0]
+    views, at = [], 0
+    for size in (Q + 1, 2 * C, Q + 1, Q, Q, C + Q, F, F + 1, M, Y + 1, P):
+        views.append(t.index_I[at : at + size])
+        at += -(-size // _ALIGN) * _ALIGN
+    views[1] = views[1].view(C, 2)
+    rounds = [_Round(*header[i : i + 5]) for i in range(_HEADER, len(header), 5)]
+    return _Index._make([*views, t.packed_row_P, t.kept_T, t.export_sequence_E.shape[0], rounds])
 
 
 def kda_triton(
@@ -239,7 +289,7 @@ def _pack(
     b: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    t: KDATables,
+    t: _Index,
     chunk_size: int,
     lower_bound: float,
 ) -> _Packed:
@@ -261,16 +311,16 @@ def _pack(
     return _Packed(qp[None], kp[None], vp[None], bp[None], g, (qn, q_rstd), (kn, k_rstd))
 
 
-def _is_identity(t: KDATables) -> bool:
+def _is_identity(t: _Index) -> bool:
     # Every own row is packed at least once; as many packed as path rows leave no room for replay or external rows.
     return t.packed_row_P.shape[0] == t.kept_T.shape[0] == t.copy_ptr_Y1.shape[0] - 1
 
 
-def _gather(rows: Tensor, t: KDATables) -> Tensor:
+def _gather(rows: Tensor, t: _Index) -> Tensor:
     return rows.contiguous() if _is_identity(t) else rows.index_select(0, t.packed_row_P)
 
 
-def _sum_copies(packed: Tensor, t: KDATables, dtype: torch.dtype) -> Tensor:
+def _sum_copies(packed: Tensor, t: _Index, dtype: torch.dtype) -> Tensor:
     """Gradient of :func:`_gather`: (P, ...) -> (Y, ...), float32 sums in packed order, cast to ``dtype``."""
     if _is_identity(t):
         return packed.to(dtype)
@@ -285,19 +335,19 @@ def _sum_copies(packed: Tensor, t: KDATables, dtype: torch.dtype) -> Tensor:
 
 
 def _scan_forward(
-    kg: Tensor, w: Tensor, u: Tensor, g: Tensor, pool: Tensor, t: KDATables, rounds: list[list[int]], chunk_size: int
+    kg: Tensor, w: Tensor, u: Tensor, g: Tensor, pool: Tensor, t: _Index, chunk_size: int, *, first_time: bool
 ) -> tuple[Tensor, Tensor]:
-    """State before every chunk and the corrected values; with ``rounds`` the exports are written to ``pool``.
+    """State before every chunk and the corrected values.
 
-    Without rounds every initial state is already in ``pool``, so one launch covers all sequences.
+    The first time exports are written to ``pool``, round after round; later every initial state is there already, and
+    one launch covers all sequences.
     """
     H, K, V = kg.shape[2], kg.shape[3], u.shape[3]
     num_chunks, num_sequences = t.chunk_indices_C2.shape[0], t.init_row_Q.shape[0]
     h = kg.new_empty((1, num_chunks, H, K, V))
     v_new = torch.empty_like(u)
-    for first, count in [(r[0], r[1]) for r in rounds] or [(0, num_sequences)]:
-        if count == 0:
-            continue
+    launches = [(r.first_sequence, r.num_sequences) for r in t.rounds] if first_time else [(0, num_sequences)]
+    for first, count in launches:
         state_scan_forward[(count * H * triton.cdiv(V, SCAN_BLOCK_V),)](
             kg,
             w,
@@ -316,7 +366,7 @@ def _scan_forward(
             V=V,
             BT=chunk_size,
             BV=SCAN_BLOCK_V,
-            STORE_EXPORTS=bool(rounds),
+            STORE_EXPORTS=first_time,
             num_warps=_scan_warps(kg.device),
             num_stages=SCAN_STAGES,
         )
@@ -331,22 +381,19 @@ def _scan_backward(
     do: Tensor,
     dv: Tensor,
     dpool: Tensor,
-    t: KDATables,
+    t: _Index,
     chunk_size: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Reverse scan, last round first; ``dpool`` holds the exports' gradients and collects those of initial states."""
     H, K, V = kg.shape[2], kg.shape[3], do.shape[3]
-    rounds = t.round_R5.tolist()
     size = H * K * V
     # Rounds run one after another, so one buffer of the largest round serves all.
-    dinit = dpool.new_empty((max((r[4] for r in rounds), default=0), H, K, V))
+    dinit = dpool.new_empty((max((r.num_starts for r in t.rounds), default=0), H, K, V))
     dh = kg.new_empty((1, t.chunk_indices_C2.shape[0], H, K, V))
     dv_new = torch.empty_like(dv)
-    for first, count, first_fan, num_fans, _ in reversed(rounds):
-        if count == 0:
-            continue
-        state_scan_backward[(count * H * triton.cdiv(V, SCAN_BLOCK_V),)](
+    for r in reversed(t.rounds):
+        state_scan_backward[(r.num_sequences * H * triton.cdiv(V, SCAN_BLOCK_V),)](
             qg,
             kg,
             w,
@@ -361,7 +408,7 @@ def _scan_backward(
             t.init_slot_Q,
             t.cu_seqlens_Q1,
             t.chunk_offset_Q1,
-            first,
+            r.first_sequence,
             scale,
             H=H,
             K=K,
@@ -371,9 +418,9 @@ def _scan_backward(
             num_warps=_scan_warps(kg.device),
             num_stages=SCAN_STAGES,
         )
-        if num_fans:
-            fan_in_states[(num_fans * triton.cdiv(size, _FAN_BLOCK),)](
-                dinit, dpool, t.fan_row_F, t.fan_ptr_F1, t.fan_slot_M, first_fan, S=size, BS=_FAN_BLOCK, num_warps=4
+        if r.num_fans:
+            fan_in_states[(r.num_fans * triton.cdiv(size, _FAN_BLOCK),)](
+                dinit, dpool, t.fan_row_F, t.fan_ptr_F1, t.fan_slot_M, r.first_fan, S=size, BS=_FAN_BLOCK, num_warps=4
             )
     return dh, dv_new
 
@@ -388,14 +435,14 @@ def _scan_backward(
 )
 def _kda_forward(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lower_bound):
     """Outputs, exported states, and the two in-chunk matrices the backward pass keeps."""
-    t = KDATables(*tables)
+    t = _unpack(tables)
     (H, K), V = q.shape[1:], v.shape[-1]
     num_packed, num_external = t.packed_row_P.shape[0], external.shape[0]
-    pool = external.new_empty((num_external + t.export_sequence_E.shape[0], H, K, V))
+    pool = external.new_empty((num_external + t.num_exports, H, K, V))
     pool[:num_external] = external
     if num_packed == 0:
         empty = q.new_empty((1, 0, H, chunk_size))
-        return v.new_empty((0, H, V)), pool[num_external:], empty, empty.clone()
+        return v.new_empty((0, H, V)), pool[num_external:].clone(), empty, empty.clone()
     with _device_of(q):
         x = _pack(q, k, v, f, b, A_log, dt_bias, t, chunk_size, lower_bound)
         chunks = {"cu_seqlens": t.cu_seqlens_Q1, "chunk_indices": t.chunk_indices_C2, "chunk_size": chunk_size}
@@ -403,11 +450,12 @@ def _kda_forward(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lo
         w, u, _, kg, Aqk, Akk = fk.chunk_kda_fwd_intra(
             q=x.q, k=x.k, v=x.v, gk=x.g, beta=x.beta, scale=scale, safe_gate=True, **chunks
         )
-        h, v_new = _scan_forward(kg, w, u, x.g, pool, t, t.round_R5.tolist(), chunk_size)
+        h, v_new = _scan_forward(kg, w, u, x.g, pool, t, chunk_size, first_time=True)
         o = fk.chunk_gla_fwd_o_gk(q=x.q, v=v_new, g=x.g, A=Aqk, h=h, scale=scale, **chunks)[0]
         if t.kept_T.shape[0] != num_packed:
             o = o.index_select(0, t.kept_T)
-    return o, pool[num_external:], Aqk, Akk
+    # A copy: the pool's external rows need not live as long as the exports.
+    return o, pool[num_external:].clone(), Aqk, Akk
 
 
 @_kda_forward.register_fake
@@ -436,7 +484,7 @@ def _kda_backward(
     q, k, v, f, b, A_log, dt_bias, external, exported, Aqk, Akk, do, dexported, tables, chunk_size, lower_bound
 ):
     """Gradients of the eight differentiable inputs of ``kda_forward``."""
-    t = KDATables(*tables)
+    t = _unpack(tables)
     K = q.shape[2]
     num_packed, num_external = t.packed_row_P.shape[0], external.shape[0]
     pool = torch.cat([external, exported])
@@ -453,7 +501,7 @@ def _kda_backward(
         scale = K**-0.5
         dop = _pack_output_gradient(do, x.v, t)
         w, u, qg, kg = fk.recompute_w_u_fwd(q=x.q, k=x.k, v=x.v, beta=x.beta, A=Akk, gk=x.g, **chunks)
-        h, v_new = _scan_forward(kg, w, u, x.g, pool, t, [], chunk_size)
+        h, v_new = _scan_forward(kg, w, u, x.g, pool, t, chunk_size, first_time=False)
         del u
         dAqk, dv = fk.chunk_kda_bwd_dAv(q=x.q, k=x.k, v=v_new, do=dop, A=Aqk, scale=scale, **sized)
         dh, dv = _scan_backward(qg, kg, w, x.g, dop, dv, dpool, t, chunk_size, scale)
@@ -501,7 +549,7 @@ def _kda_backward(
     return dq, dk, dv, df, db, dA_log, ddt_bias.view_as(dt_bias), dpool[:num_external]
 
 
-def _pack_output_gradient(do: Tensor | None, v_packed: Tensor, t: KDATables) -> Tensor:
+def _pack_output_gradient(do: Tensor | None, v_packed: Tensor, t: _Index) -> Tensor:
     if do is None:
         return torch.zeros_like(v_packed)
     if t.kept_T.shape[0] == t.packed_row_P.shape[0]:

@@ -1,0 +1,228 @@
+"""Kernel checks under Triton's interpreter; ``test_triton_interpret.py`` runs this module as a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch._dynamo.testing
+
+import tests.numerics.kernel_checks as checks
+import tests.numerics.triton_interpreter  # noqa: F401
+from harts_titan.ops.kda import PackedSequences, kda
+from harts_titan.ops.kda.triton_op import kda_triton, prepare_tables
+from harts_titan.ops.short_conv import tree_short_conv
+from harts_titan.ops.short_conv.triton_op import tap_readers, tree_short_conv_triton
+
+# Forks inside a chunk, at a chunk boundary and three deep; two rounds, replay rows, one exported state shared by two.
+TREE = [(-1, 38), (0, 15), (0, 26), (2, 5), (2, 10), (1, 3)]
+COMPILED = [
+    [(-1, 34), (0, 31), (0, 32), (1, 32), (1, 4), (3, 3), (3, 5)],
+    [(-1, 32), (0, 33), (0, 2), (1, 1), (1, 2), (1, 3)],
+    [(-1, 40), (0, 33), (0, 27), (1, 5), (1, 2), (2, 8), (2, 3), (3, 9), (3, 4)],
+]
+HALF = checks.Setting("cpu", torch.float16, num_heads=1, chunk_size=32)
+
+
+@contextlib.contextmanager
+def filled_allocations(value: float = float("nan")) -> Iterator[None]:
+    """Uninitialised floating tensors hold ``value``; NaN shows reads of what no kernel wrote."""
+    originals = torch.empty, torch.empty_like, torch.Tensor.new_empty
+
+    def filled(original):
+        def allocate(*args, **kwargs):
+            tensor = original(*args, **kwargs)
+            return tensor.fill_(value) if tensor.is_floating_point() else tensor
+
+        return allocate
+
+    torch.empty, torch.empty_like, torch.Tensor.new_empty = map(filled, originals)
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = originals
+
+
+def kda_tree_equals_fla() -> dict[str, object]:
+    layout = checks.layout_of(TREE, 32)
+    assert layout.num_rounds > 1 and layout.packed_row_P.shape[0] > layout.num_rows
+    return checks.check_kda(
+        checks.sequences_of(layout, "cpu"), HALF, decay="slow", trajectories=checks.trajectories_of(layout)
+    )
+
+
+def kda_handed_in_state() -> dict[str, object]:
+    setting = checks.Setting("cpu", torch.float32, num_heads=2, key_dim=16, value_dim=32, chunk_size=32)
+    with filled_allocations():
+        return checks.check_kda(checks.handed_in(32, "cpu"), setting, decay="slow", same_bits=False)
+
+
+def kda_prefix_and_continuation() -> dict[str, object]:
+    result = checks.check_kda_prefix(HALF, length=70, cuts=[1, 31, 33])
+    # The exported state is the carried one: a rounded copy would change the continuation.
+    assert result["continuation_from_rounded_state_differs"]
+    return result
+
+
+def kda_nothing_to_do() -> dict[str, object]:
+    sequences = PackedSequences.build(
+        chunk_size=32, cu_seqlens=[0], packed_row=[], kept=[], init_state=[], round_ptr=[0], num_path_rows=3
+    )
+    x = checks.kda_inputs(3, HALF, "slow", seed=0)
+    o, exported = kda_triton(*x[:7], sequences)
+    assert o.shape == (0, 1, 64) and exported.shape == (0, 1, 64, 64)
+    grads = torch.autograd.grad(o.sum() + exported.sum(), x[:7])
+    assert all((g == 0).all() for g in grads)
+    return {}
+
+
+def kda_refuses() -> dict[str, object]:
+    sequences = checks.handed_in(32, "cpu")
+    x = checks.kda_inputs(sequences.num_path_rows, HALF, "slow", seed=0, num_external=1)
+    wrong = {
+        "lower_bound": lambda: kda_triton(*x[:7], sequences, -6.0, x[7]),
+        "chunk_size": lambda: kda_triton(*x[:7], checks.handed_in(16, "cpu"), -5.0, x[7]),
+        "external_state_EHKV": lambda: kda_triton(*x[:7], sequences),
+        "head width K": lambda: kda_triton(
+            *(t[..., :24] for t in x[:2]), x[2], x[3][..., :24], *x[4:6], x[6][:, :24], sequences, -5.0, x[7][:, :, :24]
+        ),
+    }
+    for word, call in wrong.items():
+        try:
+            call()
+        except ValueError as error:
+            assert word in str(error) or "rows" in str(error), (word, error)
+        else:
+            raise AssertionError(f"{word} was accepted")
+    return {}
+
+
+def conv_tree() -> dict[str, object]:
+    rng = np.random.default_rng(0)
+    result: dict[str, object] = {"float16": checks.check_conv(TREE, HALF, channels=20)}
+    single = checks.Setting("cpu", torch.float32, chunk_size=16)
+    with filled_allocations():
+        result["float32"] = checks.check_conv(checks.random_segments(rng, 16, 7), single, channels=7)
+    return result
+
+
+def conv_external_rows() -> dict[str, object]:
+    """Rows that nobody reads get a zero gradient; external rows are inputs only."""
+    tap = torch.tensor([[-1, -1, 0, 3], [-1, 0, 3, 4], [0, 1, 2, 5]])
+    x = torch.randn(8, 5, dtype=torch.float32, requires_grad=True)
+    weight = torch.randn(5, 4, requires_grad=True)
+    with filled_allocations():
+        ours = torch.autograd.grad(tree_short_conv_triton(x, weight, tap).square().sum(), (x, weight))
+    theirs = torch.autograd.grad(tree_short_conv(x, weight, tap, backend="reference").square().sum(), (x, weight))
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert (ours[0][6:] == 0).all()
+    assert tree_short_conv_triton(x, weight, tap[:0]).shape == (0, 5)
+    return {}
+
+
+def compiled_without_breaks() -> dict[str, object]:
+    """One graph, and no recompilation when rows, sequences, rounds and exports change."""
+    counter = torch._dynamo.testing.CompileCounter()
+
+    def layer(x, tap, weight, sequences):
+        q, k, v = (tree_short_conv_triton(t.flatten(1), weight, tap).view_as(t) for t in x[:3])
+        return kda_triton(q, k, v, *x[3:7], sequences)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    setting = checks.Setting("cpu", torch.float32, num_heads=1, key_dim=16, value_dim=16, chunk_size=32)
+    frames = []
+    for segments in COMPILED:
+        layout = checks.layout_of(segments, 32)
+        sequences = checks.sequences_of(layout, "cpu")
+        prepare_tables(sequences)
+        x = [t.detach() for t in checks.kda_inputs(sequences.num_path_rows, setting, "slow", seed=0)]
+        args = (x[:7], layout.conv_tap_TW, torch.randn(16, 4), sequences)
+        compiled(*args)
+        frames.append(counter.frame_count)
+    # Two sizes of everything; the third plan must fit the first graph.
+    assert frames == [1, 1, 1], f"recompiled: {frames} graphs after each of the plans"
+    return {"graphs": frames}
+
+
+def ops_are_well_formed() -> dict[str, object]:
+    """Schema, fake tensors and autograd registration of the custom ops."""
+    tap = torch.tensor([[-1, -1, -1, 0], [-1, -1, 0, 1], [-1, 0, 1, 2]])
+    x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    for readers in ([], list(tap_readers(tap, 3))):
+        torch.library.opcheck(torch.ops.harts_titan.tree_short_conv, (x, weight, tap, readers), test_utils=tests)
+    setting = checks.Setting("cpu", torch.float32, num_heads=1, key_dim=16, value_dim=16, chunk_size=32)
+    sequences = PackedSequences.build(
+        chunk_size=32,
+        cu_seqlens=[0, 5, 7],
+        packed_row=[1, 2, 3, 4, 5, 2, 6],
+        kept=[0, 1, 2, 3, 4, 6],
+        init_state=[0, -1],
+        export_sequence=[0],
+        export_boundary=[1],
+        round_ptr=[0, 2],
+        num_external_states=1,
+        num_path_rows=7,
+    )
+    x = checks.kda_inputs(7, setting, "slow", seed=0, num_external=1)
+    args = (*x, list(prepare_tables(sequences)), 32, -5.0)
+    # The in-chunk matrices have unwritten upper blocks, and the check compares two runs.
+    with filled_allocations(0.0):
+        torch.library.opcheck(torch.ops.harts_titan.kda_forward, args, test_utils=tests)
+    return {}
+
+
+def backend_is_reachable() -> dict[str, object]:
+    """The public entries run the kernels when asked to."""
+    sequences = checks.sequences_of(checks.layout_of([(-1, 5), (0, 3), (0, 2)], 32), "cpu")
+    setting = checks.Setting("cpu", torch.float32, num_heads=1, key_dim=16, value_dim=16, chunk_size=32)
+    x = checks.kda_inputs(sequences.num_path_rows, setting, "slow", seed=0)
+    ours = kda(*x[:7], sequences, backend="triton")[0]
+    torch.testing.assert_close(ours, kda(*x[:7], sequences, backend="reference")[0], rtol=1e-5, atol=1e-5)
+    tap = torch.tensor([[-1, 0], [0, 1]])
+    y = [
+        tree_short_conv(x[0][:2, 0], x[1][0, 0, :, None].expand(16, 2), tap, backend=b) for b in ("triton", "reference")
+    ]
+    torch.testing.assert_close(*y, rtol=1e-5, atol=1e-5)
+    return {}
+
+
+CASES = (
+    kda_tree_equals_fla,
+    kda_handed_in_state,
+    kda_prefix_and_continuation,
+    kda_nothing_to_do,
+    kda_refuses,
+    conv_tree,
+    conv_external_rows,
+    compiled_without_breaks,
+    ops_are_well_formed,
+    backend_is_reachable,
+)
+
+
+def main(path: str, names: list[str]) -> None:
+    torch.set_num_threads(1)
+    report = {}
+    for case in CASES:
+        if names and case.__name__ not in names:
+            continue
+        begin = time.perf_counter()
+        try:
+            report[case.__name__] = {"result": case()}
+        except Exception:
+            report[case.__name__] = {"error": traceback.format_exc()}
+        report[case.__name__]["seconds"] = time.perf_counter() - begin
+        with open(path, "w", encoding="utf-8") as out:
+            json.dump(report, out, indent=1)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

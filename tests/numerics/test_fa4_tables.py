@@ -1,0 +1,153 @@
+"""fa4's tables, autograd and custom ops without flash-attn-4: its two entry points are replaced by dense PyTorch that
+looks at nothing but what the kernel would be given."""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo.testing
+
+from harts_titan.ops.attention.reference import tree_attention_dense
+from tests.numerics import kernel_checks as checks
+
+
+class _BlockSparse:
+    def __init__(self, mask_count, mask_index, full_count, full_index, block_size):
+        self.partial, self.full, self.block_size = (mask_count, mask_index), (full_count, full_index), block_size
+
+
+def _visible(blocks, aux, rows, columns, transposed):
+    """What the kernel computes: whole full tiles, the element mask in partial ones, nothing elsewhere."""
+    tin_q, tin_k, tout_k = aux
+    element = (tin_k <= tin_q[:, None]) & (tin_q[:, None] < tout_k)
+    visible = torch.zeros(rows, columns, dtype=torch.bool)
+    q_size, kv_size = blocks.block_size
+    for (count, index), tile in ((blocks.partial, element), (blocks.full, torch.ones_like(element))):
+        assert count.dtype == index.dtype == torch.int32 and count.shape == index.shape[:3]
+        for i in range(count.shape[2]):
+            listed = index[0, 0, i, : count[0, 0, i]].tolist()
+            assert listed == sorted(set(listed))
+            for j in listed:
+                q, kv = (j, i) if transposed else (i, j)
+                where = slice(q * q_size, (q + 1) * q_size), slice(kv * kv_size, (kv + 1) * kv_size)
+                visible[where] = tile[where]
+    return visible
+
+
+def _scores(q, k, visible, scale):
+    scores = torch.einsum("qhk,yhk->hqy", q[0].double(), k[0].double()) * scale
+    return scores.masked_fill(~visible, -torch.inf)
+
+
+def _forward(q, k, v, *, softmax_scale, mask_mod, aux_tensors, block_sparse_tensors, return_lse):
+    scores = _scores(q, k, _visible(block_sparse_tensors, aux_tensors, q.shape[1], k.shape[1], False), softmax_scale)
+    out = torch.einsum("hqy,yhv->qhv", scores.softmax(-1), v[0].double()).to(v.dtype)
+    return out[None], scores.logsumexp(-1).float()[None], None, None, None
+
+
+def _backward(q, k, v, out, dout, lse, scale, *, mask_mod, aux_tensors, block_sparse_tensors):
+    visible = _visible(block_sparse_tensors, aux_tensors, q.shape[1], k.shape[1], True)
+    weights = (_scores(q, k, visible, scale) - lse[0][..., None].double()).exp()
+    dv = torch.einsum("hqy,qhv->yhv", weights, dout[0].double())
+    dweights = torch.einsum("qhv,yhv->hqy", dout[0].double(), v[0].double())
+    dscores = weights * (dweights - (dout[0] * out[0]).double().sum(-1).T[..., None]) * scale
+    dq = torch.einsum("hqy,yhk->qhk", dscores, k[0].double())
+    dk = torch.einsum("hqy,qhk->yhk", dscores, q[0].double())
+    return dq.to(q.dtype)[None], dk.to(k.dtype)[None], dv.to(v.dtype)[None]
+
+
+@pytest.fixture(scope="module")
+def fa4():
+    """The module with its optional packages replaced, on a pretended compute capability 9.0."""
+    patch = pytest.MonkeyPatch()
+    cute = types.SimpleNamespace(jit=lambda f: f)
+    modules = {
+        "cutlass": types.SimpleNamespace(cute=cute, Int32=int, min=min),
+        "cutlass.cute": cute,
+        "flash_attn": types.ModuleType("flash_attn"),
+        "flash_attn.cute": types.SimpleNamespace(utils=None),
+        "flash_attn.cute.block_sparsity": types.SimpleNamespace(BlockSparseTensorsTorch=_BlockSparse),
+        "flash_attn.cute.interface": types.SimpleNamespace(_flash_attn_fwd=_forward, _flash_attn_bwd=_backward),
+    }
+    loaded = sys.modules.pop("harts_titan.ops.attention.fa4", None)
+    if loaded is not None:
+        pytest.skip("the real flash-attn-4 backend is loaded in this process")
+    for name, module in modules.items():
+        patch.setitem(sys.modules, name, module)
+    patch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    patch.setattr(torch.cuda, "device", lambda _: torch.autograd.profiler.record_function("device"))
+    import harts_titan.ops.attention.fa4 as module
+
+    yield module
+    patch.undo()
+    del sys.modules["harts_titan.ops.attention.fa4"]
+
+
+@pytest.mark.parametrize("key_dim", [192, 64])
+@pytest.mark.parametrize("seed", range(3))
+def test_tables_give_dense_attention(fa4, seed, key_dim):
+    layout = checks.layout_of(checks.random_segments(np.random.default_rng(seed), 64, 12), 64)
+    setting = checks.Setting("cpu", torch.float16, num_heads=2, key_dim=key_dim, value_dim=32)
+    for mask in (
+        checks.mask_of(layout, "cpu"),
+        checks.mask_depth_first(layout, "cpu")[0],
+        checks.mask_attached(layout, "cpu"),
+    ):
+        result = checks.check_attention(mask, setting, fa4.tree_attention_fa4)
+        assert result["dq"][0] < 1e-3
+
+
+def test_full_tiles_are_used(fa4):
+    layout = checks.layout_of([(-1, 700), (0, 300), (0, 200)], 64)
+    tables = fa4.prepare_tables(checks.mask_of(layout, "cpu"), 192)
+    assert tables.sizes == ((128, 128), (128, 96))
+    assert tables.forward[2].sum() > tables.forward[0].sum()
+    assert tables.backward[2].sum() > 0
+
+
+def test_tables_are_built_once(fa4):
+    mask = checks.mask_of(checks.layout_of([(-1, 70), (0, 30), (0, 20)], 64), "cpu")
+    assert fa4.prepare_tables(mask, 192) is fa4.prepare_tables(mask, 192)
+    assert fa4.prepare_tables(mask, 64).sizes.backward == (128, 128)
+
+
+def test_compiles_without_breaks(fa4):
+    """Tables prepared before the call; rows and blocks change without another graph."""
+    setting = checks.Setting("cpu", torch.float16, num_heads=2, key_dim=64, value_dim=32)
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(fa4.tree_attention_fa4, fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
+    for segments in ([(-1, 400), (0, 290), (0, 300)], [(-1, 500), (0, 300), (0, 700)]):
+        mask = checks.mask_of(checks.layout_of(segments, 64), "cpu")
+        fa4.prepare_tables(mask, 64)
+        x = checks.attention_inputs(mask, setting)
+        ours, theirs = (f(*x, mask, 0.125) for f in (compiled, tree_attention_dense))
+        torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=2e-3)
+        torch.autograd.grad(ours.sum(), x)
+        graphs.append(counter.frame_count)
+    assert graphs[1] == graphs[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda q, k, v: (q[:-1], k, v), "num_external_rows"),
+        (lambda q, k, v: (q.float(), k.float(), v.float()), "bfloat16"),
+        (lambda q, k, v: (q, k[..., :32], v), "do not fit"),
+    ],
+)
+def test_refuses(fa4, change, word):
+    mask = checks.mask_of(checks.layout_of([(-1, 70), (0, 30), (0, 20)], 64), "cpu")
+    x = checks.attention_inputs(mask, checks.Setting("cpu", torch.float16, key_dim=64, value_dim=32))
+    with pytest.raises(ValueError, match=word):
+        fa4.tree_attention_fa4(*change(*(t.detach() for t in x)), mask, 0.1)
+
+
+def test_other_devices_are_refused(fa4):
+    assert fa4.tile_sizes(192, (10, 0)).backward[1] == 256
+    with pytest.raises(ValueError, match="flex"):
+        fa4.tile_sizes(128, (8, 0))
+    with pytest.raises(ValueError, match="192"):
+        fa4.tile_sizes(256, (9, 0))
