@@ -126,7 +126,8 @@ def install() -> None:
         cpu = _CpuDevice("harts_titan._compat.cpu")
         get_module = torch._utils._get_device_module
         torch._utils._get_available_device_type = lambda: "cpu"
-        torch._utils._get_device_module = lambda device_type: cpu if device_type == "cpu" else get_module(device_type)
+        # The original is a cached function; any callable serves.
+        setattr(torch._utils, "_get_device_module", lambda name: cpu if name == "cpu" else get_module(name))  # noqa: B010
 
 
 @contextlib.contextmanager

@@ -5,18 +5,16 @@ mini-batches, forward and backward of every microbatch, clipping, optimizer, exp
 with what its loader delivers; an RL framework can own an engine and call it with what it holds in memory.
 
 Reading order of one batch: :meth:`Engine.update` -> :meth:`Engine.prepare` (plan, positions, denominators) ->
-:meth:`Engine.run` (microbatches) -> ``model(inputs)`` -> ``harts_titan.ops``.
+:meth:`harts_titan.step.StepRunner.run` (microbatches) -> ``model(inputs)`` -> ``harts_titan.ops``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.profiler import record_function
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -33,14 +30,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import device_type, set_default_dtype
 
 from harts_titan.data import RolloutBatch, apply_overlong, label_aligned, token_aligned
-from harts_titan.models.common.router_losses import (
-    expert_counts,
-    load_balancing_loss,
-    trajectory_load_balancing_loss,
-    update_expert_bias,
-    z_loss,
-)
-from harts_titan.models.common.tree_inputs import TreeInputs
+from harts_titan.models.common.router_losses import update_expert_bias
 from harts_titan.models.train_specs import hugging_face_format
 from harts_titan.ops import OpsBackends
 from harts_titan.rl import (
@@ -53,7 +43,8 @@ from harts_titan.rl import (
     metric_values,
     position_advantages,
 )
-from harts_titan.tree import CallLayout, StepPlan, plan_step
+from harts_titan.step import Step, StepResult, StepRunner, figure
+from harts_titan.tree import StepPlan, plan_step
 
 logger = logging.getLogger(__name__)
 
@@ -62,33 +53,6 @@ _OPTIONAL_COLUMNS = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient norm is NaN or infinite; the message names the step and the episodes."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One optimizer step's trajectories, ready to run."""
-
-    batch: RolloutBatch
-    plan: StepPlan
-    positions: PositionBatch
-    """Of the whole step, label-aligned, on the CPU."""
-    totals: StepTotals
-
-
-@dataclass
-class StepResult:
-    """What the microbatches of one step gave on this rank."""
-
-    logprob_S: Tensor
-    """Log-probs of all positions of the step, label-aligned, on the CPU; 0 where another rank computed them."""
-    loss_S: Tensor
-    """float64. Each position's share of the objective, label-aligned, on the CPU; 0 where nothing is trained."""
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    counts_LE: Tensor | None = None
-    """int64 assignments per MoE layer and expert, weighted by multiplicity; None without MoE layers."""
-
-
-CallObserver = Callable[[CallLayout, Any], None]
 
 
 class Engine:
@@ -107,7 +71,7 @@ class Engine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         config: Any,
         *,
         device: torch.device | str,
@@ -117,7 +81,7 @@ class Engine:
         dp_degree: int = 1,
         dp_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.model = model
+        self.model: Any = model
         self.config = config
         self.device = torch.device(device)
         self.optimizers = optimizers
@@ -127,6 +91,15 @@ class Engine:
         self.dp_group = dp_group
         self.objective = build_objective(config.rl)
         self.backends = OpsBackends(**vars(config.ops))
+        self.runner = StepRunner(
+            model,
+            self.objective,
+            moe=config.moe,
+            backends=self.backends,
+            device=self.device,
+            dp_rank=dp_rank,
+            dp_degree=dp_degree,
+        )
         self.num_updates = 0
 
     @classmethod
@@ -139,7 +112,7 @@ class Engine:
 
         Args:
             config: merged ``JobConfig``, from :func:`harts_titan.job_config.load_config`.
-            hf_dir: Hugging Face folder that gives sizes (``config.json``) and weights; "" = ``model.flavor``, initialised
+            hf_dir: Hugging Face folder that gives sizes (``config.json``) and weights; "" = ``model.flavor``, filled
                 from ``debug.seed``.
             checkpoint: folder of a training checkpoint (``.../step-N``) that gives the weights.
             dtype: overrides ``training.dtype`` and turns mixed precision off ("float64" for verification).
@@ -157,18 +130,20 @@ class Engine:
         if hf_dir:
             model_args = hugging_face_format(config.model.name).read_args(Path(hf_dir) / "config.json")
         elif config.model.flavor not in spec.model_args:
-            raise ValueError(f"model.flavor = '{config.model.flavor}' is unknown; choose one of {list(spec.model_args)}")
+            raise ValueError(
+                f"model.flavor = '{config.model.flavor}' is unknown; choose one of {list(spec.model_args)}"
+            )
         else:
             model_args = copy.deepcopy(spec.model_args[config.model.flavor])
         model_args.update_from_config(config)
         distributed = dist.is_available() and dist.is_initialized()
         world = dist.get_world_size() if distributed else 1
-        dims = ParallelDims(
-            dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world
-        )
+        dims = ParallelDims(dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world)
         if config.debug.seed is not None:
             torch.manual_seed(config.debug.seed)
-        device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+        device = (
+            torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+        )
         with torch.device("meta"), set_default_dtype(getattr(torch, config.training.dtype)):
             model: Any = spec.model_cls(model_args)
         model = spec.parallelize_fn(model, dims, config)
@@ -247,7 +222,7 @@ class Engine:
         """
         batch, _ = apply_overlong(batch, self.config.tree.max_tokens, "error")
         step = self.prepare(batch, None)
-        result = self.run(step, backward=False)
+        result = self.runner.run(step, backward=False)
         return token_aligned(self._gather(result.logprob_S).numpy(), batch.offsets, 0.0)
 
     # --------------------------------------------------------------------------------------------------- preparation
@@ -359,142 +334,13 @@ class Engine:
         return np.concatenate([values_S[batch.offsets[n] : batch.offsets[n + 1]] for n in idx])
 
     def _with_old_logprobs(self, step: Step) -> Step:
-        logprob_S = self._gather(self.run(step, backward=False).logprob_S)
+        logprob_S = self._gather(self.runner.run(step, backward=False).logprob_S)
         return replace(step, positions=replace(step.positions, old_logprob_S=logprob_S))
-
-    # ----------------------------------------------------------------------------------------------------- execution
-    def run(self, step: Step, *, backward: bool, observer: CallObserver | None = None) -> StepResult:
-        """Run this replica's microbatches of a step, slot after slot; with ``backward`` gradients accumulate.
-
-        Args:
-            step: from :meth:`prepare`.
-            backward: also compute the objective and its gradients.
-            observer: called with every call's layout and model output (for comparisons and tests).
-        """
-        calls = [
-            (slot, layout)
-            for slot in range(step.plan.num_slots)
-            for layout in step.plan.consumer(self.dp_rank, slot).calls
-        ]
-        self._check_equal_calls(step.plan)
-        size = step.totals.positions
-        result = StepResult(logprob_S=torch.zeros(size), loss_S=torch.zeros(size, dtype=torch.float64))
-        parts: list[dict[str, Metric]] = []
-        consumer_counts: dict[int, Tensor | None] = {}
-        grad = contextlib.nullcontext() if backward else torch.no_grad()
-        with grad:
-            for i, (slot, layout) in enumerate(calls):
-                if backward:
-                    self._set_gradient_sync(last=i == len(calls) - 1)
-                    if slot not in consumer_counts:
-                        consumer_counts[slot] = self._consumer_counts(step.plan, slot)
-                with record_function("harts::inputs"):
-                    inputs = TreeInputs.from_layout(layout, self.device, self.backends)
-                with record_function("harts::forward"):
-                    output = self.model(inputs)
-                logprob_S = output.logprob_S.detach().cpu()
-                if result.logprob_S.dtype != logprob_S.dtype:
-                    result.logprob_S = result.logprob_S.to(logprob_S.dtype)
-                result.logprob_S[layout.source_position_S] = logprob_S
-                if backward:
-                    parts.append(self._backward(step, slot, layout, inputs, output, consumer_counts[slot], result))
-                if observer is not None:
-                    observer(layout, output)
-        result.metrics = merge_metrics(parts)
-        return result
-
-    def _backward(
-        self,
-        step: Step,
-        slot: int,
-        layout: CallLayout,
-        inputs: TreeInputs,
-        output: Any,
-        consumer_counts_LE: Tensor | None,
-        result: StepResult,
-    ) -> dict[str, Metric]:
-        with record_function("harts::objective"):
-            positions = step.positions.take(layout.source_position_S, layout.position_offset_N1).to(self.device)
-            entropy_S = output.entropy_T[inputs.row_of_position_S]
-            if not self.objective.needs_entropy:
-                entropy_S = entropy_S.detach()
-            objective = self.objective(output.logprob_S, entropy_S, positions, step.totals)
-            loss, metrics = objective.loss, dict(objective.metrics)
-            result.loss_S[layout.source_position_S] = objective.loss_S.cpu()
-            if output.router:
-                counts_LE = expert_counts(output.router, inputs.multiplicity_T)
-                result.counts_LE = counts_LE if result.counts_LE is None else result.counts_LE + counts_LE
-                z, balance = self._router_losses(step, slot, inputs, output.router, consumer_counts_LE)
-                loss = loss + self.config.moe.z_loss_coef * z + self.config.moe.load_balance_coef * balance
-                metrics["router/z_loss"] = _figure("sum", z, layout.num_positions)
-                if consumer_counts_LE is not None or self._is_whole_consumer(step.plan, slot):
-                    metrics["router/load_balance_loss"] = _figure("sum", balance, layout.num_positions)
-        with record_function("harts::backward"):
-            loss.backward()
-        return metrics
-
-    def _router_losses(
-        self, step: Step, slot: int, inputs: TreeInputs, router: Any, consumer_counts_LE: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return this call's share of the step's z-loss and load-balancing loss (HARTS 3.5).
-
-        Both are means over the positions of the whole step, so microbatches weigh ``S_mb / S_step``.
-        """
-        step_positions = step.totals.positions
-        z = z_loss(router, inputs.multiplicity_T, num_positions=step_positions)
-        if self.config.moe.load_balance_scope == "trajectory":
-            return z, trajectory_load_balancing_loss(router, inputs.statistics, num_positions=step_positions)
-        positions = sum(call.num_positions for call in step.plan.consumer(self.dp_rank, slot).calls)
-        balance = load_balancing_loss(
-            router, inputs.multiplicity_T, num_positions=positions, counts_LE=consumer_counts_LE
-        )
-        return z, balance * (positions / step_positions)
-
-    def _consumer_counts(self, plan: StepPlan, slot: int) -> Tensor | None:
-        """Return the assignment counts of a consumer that runs in several calls, None if one call sees them all.
-
-        Load balancing multiplies counts and probabilities of the whole consumer, so the counts must be known before
-        the first call's backward pass.
-        """
-        calls = plan.consumer(self.dp_rank, slot).calls
-        if self._is_whole_consumer(plan, slot) or self.config.moe.load_balance_coef == 0:
-            return None
-        total_LE: Tensor | None = None
-        with torch.no_grad(), record_function("harts::expert_counts"):
-            for layout in calls:
-                inputs = TreeInputs.from_layout(layout, self.device, self.backends)
-                router = self.model(inputs).router
-                if not router:
-                    return None
-                counts_LE = expert_counts(router, inputs.multiplicity_T)
-                total_LE = counts_LE if total_LE is None else total_LE + counts_LE
-        return total_LE
-
-    def _is_whole_consumer(self, plan: StepPlan, slot: int) -> bool:
-        """Whether one call is enough to compute its share of the load-balancing loss."""
-        one_call = len(plan.consumer(self.dp_rank, slot).calls) == 1
-        return one_call or self.config.moe.load_balance_scope == "trajectory"
-
-    def _check_equal_calls(self, plan: StepPlan) -> None:
-        if self.dp_degree == 1:
-            return
-        for slot in range(plan.num_slots):
-            numbers = {len(plan.consumer(replica, slot).calls) for replica in range(self.dp_degree)}
-            if len(numbers) > 1:
-                raise ValueError(
-                    f"replicas need different numbers of calls in slot {slot} of tree.mode = '{plan.mode}' "
-                    f"({sorted(numbers)}), which would hang the collectives; raise tree.max_tokens"
-                )
-
-    def _set_gradient_sync(self, *, last: bool) -> None:
-        if isinstance(self.model, FSDPModule):
-            self.model.set_is_last_backward(last)
-            self.model.set_requires_gradient_sync(last)
 
     def _optimizer_step(self, step: Step) -> dict[str, Metric]:
         self.optimizers.zero_grad()
         started = time.perf_counter()
-        result = self.run(step, backward=True)
+        result = self.runner.run(step, backward=True)
         with record_function("harts::optimizer"):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             grad_norm = dist_utils.clip_grad_norm_(parameters, self.config.training.max_norm, foreach=True)
@@ -502,8 +348,8 @@ class Engine:
             self._check_finite(step, result, metrics, float(grad_norm))
             self.optimizers.step()
             metrics |= self._apply_expert_counts(result.counts_LE)
-        metrics["grad_norm"] = _figure("mean", grad_norm)
-        metrics["time/step_seconds"] = _figure("sum", time.perf_counter() - started)
+        metrics["grad_norm"] = figure("mean", grad_norm)
+        metrics["time/step_seconds"] = figure("sum", time.perf_counter() - started)
         return metrics
 
     def _apply_expert_counts(self, counts_LE: Tensor | None) -> dict[str, Metric]:
@@ -517,8 +363,8 @@ class Engine:
         counts_LE = counts_LE.double()
         load_L = counts_LE.amax(dim=1) / counts_LE.mean(dim=1)
         return {
-            "router/expert_load_max": _figure("max", load_L.max()),
-            "router/expert_load_mean_of_max": _figure("mean", load_L.mean()),
+            "router/expert_load_max": figure("max", load_L.max()),
+            "router/expert_load_mean_of_max": figure("mean", load_L.mean()),
         }
 
     def _check_finite(self, step: Step, result: StepResult, metrics: dict[str, Metric], grad_norm: float) -> None:
@@ -529,8 +375,13 @@ class Engine:
         bad_S = ~(torch.isfinite(result.logprob_S) & torch.isfinite(result.loss_S)).numpy()
         rows = np.unique(step.batch.row_of_position(np.flatnonzero(bad_S)))
         episodes = [step.batch.episode_id[n] or step.batch.location[n] for n in rows]
-        where = f"non-finite in episodes {episodes[:8]}" if episodes else (
-            f"all log-probs on this replica are finite; episodes of the step: {sorted(set(step.batch.episode_id))[:8]}"
+        where = (
+            f"non-finite in episodes {episodes[:8]}"
+            if episodes
+            else (
+                "all log-probs on this replica are finite; episodes of the step: "
+                f"{sorted(set(step.batch.episode_id))[:8]}"
+            )
         )
         self.optimizers.zero_grad()
         raise NonFiniteError(
@@ -565,11 +416,6 @@ class Engine:
             "data/dropped": float(steps[0].batch.num_dropped),
             "data/truncated": float(steps[0].batch.num_truncated),
         }
-
-
-def _figure(kind: str, value: Tensor | float, count: int = 1) -> Metric:
-    value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
-    return Metric(kind, value.to("cpu", torch.float64), torch.tensor(count))
 
 
 def load_checkpoint(model: nn.Module, folder: str) -> None:

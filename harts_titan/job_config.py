@@ -1,8 +1,8 @@
 """The sections that ``harts_titan`` adds to torchtitan's ``JobConfig``.
 
 Selected by ``[job] custom_config_module = "harts_titan.job_config"``; torchtitan's ConfigManager merges this
-``JobConfig`` with its own, so ``[tree] chunk_size = 16`` works in TOML and ``--tree.chunk_size 16`` on the command line, and an
-unknown key is refused. Model sizes live in Python (``models/*/config.py``), not in TOML.
+``JobConfig`` with its own, so ``[tree] chunk_size = 16`` works in TOML and ``--tree.chunk_size 16`` on the command
+line, and an unknown key is refused. Model sizes live in Python (``models/*/config.py``), not in TOML.
 """
 
 # No `from __future__ import annotations`: ConfigManager merges sections by their real types.

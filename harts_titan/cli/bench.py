@@ -28,14 +28,18 @@ from harts_titan.tree import MODES
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="harts-bench",
-        description="Time policy updates in several tree modes on the first step of a configuration. Unknown options of "
-        "the form --section.field value override the configuration.",
+        description="Time policy updates in several tree modes on the first step of a configuration. Unknown options "
+        "of the form --section.field value override the configuration.",
     )
     parser.add_argument("config", help="TOML configuration")
     parser.add_argument("--rollouts", metavar="FILE", help="rollouts to use instead of data.path")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["compact", "expanded"])
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="timed updates per mode (default %(default)s)")
-    parser.add_argument("--warmup", type=int, default=1, metavar="N", help="untimed updates per mode (default %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, metavar="N", help="timed updates per mode (default %(default)s)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=1, metavar="N", help="untimed updates per mode (default %(default)s)"
+    )
     common.add_common_options(parser)
     return parser
 
@@ -93,7 +97,9 @@ def main(argv: Sequence[str]) -> int:
     )
     step = batch.select(dataset.steps_of_epoch(0)[0])
     modes = time_modes(engine, step, modes=options.modes, repeats=options.repeats, warmup=options.warmup)
-    device = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else platform.processor() or "CPU"
+    device = (
+        torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else platform.processor() or "CPU"
+    )
     result: dict[str, Any] = {
         "config": options.config,
         "device": device,

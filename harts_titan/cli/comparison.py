@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from harts_titan.engine import Engine, Step
+from harts_titan.engine import Engine
 from harts_titan.models.common.tree_inputs import TreeInputs
 from harts_titan.models.ling.attention import KDACore
+from harts_titan.step import Step
 from harts_titan.tree import CallLayout
 
 MAX_DEPTH = 5
@@ -126,7 +127,7 @@ def execute(engine: Engine, step: Step, *, cores: bool = False) -> Recorded:
 
     model.zero_grad(set_to_none=True)
     with _captured(model, record, cores=cores):
-        result = engine.run(step, backward=True, observer=observe)
+        result = engine.runner.run(step, backward=True, observer=observe)
     record.logprob_S = result.logprob_S
     record.counts_LE = None if result.counts_LE is None else result.counts_LE.cpu()
     for name in ("z_loss", "load_balance_loss"):

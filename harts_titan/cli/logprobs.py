@@ -31,8 +31,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rollouts", required=True, metavar="FILE", help="rollouts to score")
     parser.add_argument("--out", required=True, metavar="FILE", help="output, .parquet or .jsonl")
     parser.add_argument("--hf-dir", default="", metavar="DIR", help="take model and weights from a Hugging Face folder")
-    parser.add_argument("--checkpoint", default="", metavar="DIR", help="take weights from a training checkpoint (step-N)")
-    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="", help="default: training.dtype")
+    parser.add_argument(
+        "--checkpoint", default="", metavar="DIR", help="take weights from a training checkpoint (step-N)"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float64", "float32", "bfloat16"), default="", help="default: training.dtype"
+    )
     parser.add_argument(
         "--batch", type=int, default=256, metavar="N", help="trajectories planned together (default %(default)s)"
     )

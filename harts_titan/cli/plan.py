@@ -68,7 +68,10 @@ def plan_figures(plan: StepPlan) -> dict[str, Any]:
     """Return the figures of one step's plan under the JSON keys of ``harts-plan``."""
     stats = plan.stats
     rows = np.array(
-        [[sum(c.num_rows for c in plan.consumer(d, j).calls) for d in range(plan.dp_degree)] for j in range(plan.num_slots)]
+        [
+            [sum(c.num_rows for c in plan.consumer(d, j).calls) for d in range(plan.dp_degree)]
+            for j in range(plan.num_slots)
+        ]
     )
     return {
         "original_tokens": stats.original_tokens,

@@ -1,8 +1,8 @@
 """``harts-verify CONFIG``: does shared execution give every trajectory what it would have had alone?
 
-The same steps run three times with the same weights: as configured (``compact`` or ``nodewise``), expanded, and expanded
-again but packed differently (trajectories in reverse order, half the rows per call). The third run gives the baseline's
-own re-run error, the measure for 16-bit types. No optimizer step is taken.
+The same steps run three times with the same weights: as configured (``compact`` or ``nodewise``), expanded, and
+expanded again but packed differently (trajectories in reverse order, half the rows per call). The third run gives the
+baseline's own re-run error, the measure for 16-bit types. No optimizer step is taken.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from harts_titan.cli.comparison import (
 )
 from harts_titan.data import RolloutDataset
 from harts_titan.data.source import rollouts_from_config
-from harts_titan.engine import Engine, Step
+from harts_titan.engine import Engine
 from harts_titan.job_config import load_config
+from harts_titan.step import Step
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class Differences:
         self.loss = max(self.loss, abs(a.loss - b.loss))
         for name in ("loss", "z_loss", "load_balance_loss"):
             left, right = getattr(a, name), getattr(b, name)
-            worst = max(getattr(self, f"{name}_rel"), abs(left - right) / max(abs(right), 1e-300) if left != right else 0.0)
+            worst = max(
+                getattr(self, f"{name}_rel"), abs(left - right) / max(abs(right), 1e-300) if left != right else 0.0
+            )
             setattr(self, f"{name}_rel", worst)
         for name, grad in b.grads.items():
             difference = relative_difference(a.grads[name], grad)
@@ -116,7 +119,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rollouts", metavar="FILE", help="rollouts to use instead of data.path")
     parser.add_argument("--dtype", choices=tuple(BARS), default="", help="default: training.dtype")
     parser.add_argument("--hf-dir", default="", metavar="DIR", help="take model and weights from a Hugging Face folder")
-    parser.add_argument("--steps", type=int, default=0, metavar="N", help="verify the first N steps (default: one epoch)")
+    parser.add_argument(
+        "--steps", type=int, default=0, metavar="N", help="verify the first N steps (default: one epoch)"
+    )
     common.add_common_options(parser)
     return parser
 
@@ -226,7 +231,9 @@ def failures(result: dict[str, Any], bars: Bars) -> list[str]:
     if bars.rerun_factor is not None:
         kl, again = result["mean_symmetric_kl"], result["rerun"]["mean_symmetric_kl"]
         if not kl <= bars.rerun_factor * again:
-            found.append(f"mean_symmetric_kl = {kl:.3g}, at most {bars.rerun_factor} x the re-run's {again:.3g} is accepted")
+            found.append(
+                f"mean_symmetric_kl = {kl:.3g}, at most {bars.rerun_factor} x the re-run's {again:.3g} is accepted"
+            )
     original, rows = result["original_tokens"], result["rows_executed"]
     for name, want in (("shared", result["compact_tokens"]), ("expanded", original), ("rerun", original)):
         if rows[name] != want:
@@ -253,8 +260,11 @@ def main(argv: Sequence[str]) -> int:
     np.random.seed(0)
     result = verify(engine, dataset, steps=options.steps, dtype=dtype)
     common.write_json(result, options.json)
-    shown = [(k, f"{v:.3e}" if isinstance(v, float) and not k.startswith(("mean_tok", "compr")) else v) for k, v in result.items()
-             if not isinstance(v, dict | list)]
+    shown = [
+        (k, f"{v:.3e}" if isinstance(v, float) and not k.startswith(("mean_tok", "compr")) else v)
+        for k, v in result.items()
+        if not isinstance(v, dict | list)
+    ]
     common.table(f"harts-verify: {options.config}, {dtype}", shown, to_stderr=options.json == "-")
     for line in result["failures"]:
         sys.stderr.write(f"FAILED: {line}\n")

@@ -50,7 +50,9 @@ def hugging_face_format(name: str) -> HuggingFaceFormat:
         ValueError: If the spec has not said so.
     """
     if name not in _HUGGING_FACE:
-        raise ValueError(f"model.name = '{name}' cannot read Hugging Face folders; those that can: {list(_HUGGING_FACE)}")
+        raise ValueError(
+            f"model.name = '{name}' cannot read Hugging Face folders; those that can: {list(_HUGGING_FACE)}"
+        )
     return _HUGGING_FACE[name]
 
 

@@ -6,8 +6,11 @@ H heads, K key dim, V value dim.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from harts_titan.ops.kda.chunk import ChunkInputs, chunk_step, l2norm, safe_gate
 from harts_titan.ops.kda.sequences import PackedSequences
@@ -55,7 +58,7 @@ class _ChunkwiseKDA(torch.autograd.Function):
         starts = q.new_empty((sequences.num_chunks, *state_shape), dtype=dtype)
         o_PHV = q.new_empty((packed.numel(), *v.shape[1:]), dtype=dtype)
         chunks = _Chunks(sequences, (q, k, v, f, b), dtype)
-        for n in range(sequences.num_sequences):
+        for n in _by_round(sequences, "harts::round{}"):
             init = sequences.init_state_host[n]
             state = pool[init].clone() if init >= 0 else q.new_zeros(state_shape, dtype=dtype)
             for c, (first, last) in chunks.of_sequence(n):
@@ -90,7 +93,7 @@ class _ChunkwiseKDA(torch.autograd.Function):
         dA_log = torch.zeros_like(A_log, dtype=torch.float64)
         ddt_bias = torch.zeros_like(dt_bias, dtype=torch.float64)
         # Later rounds first: their initial-state gradients enter the exports of earlier rounds.
-        for n in reversed(range(sequences.num_sequences)):
+        for n in _by_round(sequences, "harts::round{}_backward", backward=True):
             dstate = _injected(dpool, chunks.export_row(n, chunks.count(n)), starts.new_zeros(starts.shape[1:]))
             for c, (first, last) in reversed(chunks.of_sequence(n)):
                 inputs, valid = chunks.load(first, last)
@@ -112,6 +115,14 @@ class _ChunkwiseKDA(torch.autograd.Function):
         if ctx.external_dtype is not None:
             dexternal = dpool[: sequences.num_external_states].to(ctx.external_dtype)
         return (*dinputs, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype), dexternal, None, None)
+
+
+def _by_round(sequences: PackedSequences, name: str, *, backward: bool = False) -> Iterator[int]:
+    """Yield the sequences round after round, each round inside a profiler range; last to first for ``backward``."""
+    rounds = list(enumerate(sequences.rounds))
+    for r, (first, last) in reversed(rounds) if backward else rounds:
+        with record_function(name.format(r)):
+            yield from reversed(range(first, last)) if backward else range(first, last)
 
 
 class _Chunks:

@@ -1,0 +1,230 @@
+"""Forward and backward of one optimizer step: every microbatch of this replica, slot after slot.
+
+One batch from here down: :meth:`StepRunner.run` -> ``model(inputs)`` -> ``harts_titan.ops``. The engine above plans the
+step and owns the optimizer; nothing here knows of either.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from harts_titan.data import RolloutBatch
+from harts_titan.models.common.router_losses import (
+    expert_counts,
+    load_balancing_loss,
+    trajectory_load_balancing_loss,
+    z_loss,
+)
+from harts_titan.models.common.tree_inputs import TreeInputs
+from harts_titan.ops import OpsBackends
+from harts_titan.parallel.fsdp import set_last_backward
+from harts_titan.rl import Metric, Objective, PositionBatch, StepTotals, merge_metrics
+from harts_titan.tree import CallLayout, StepPlan
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step's trajectories, ready to run."""
+
+    batch: RolloutBatch
+    plan: StepPlan
+    positions: PositionBatch
+    """Of the whole step, label-aligned, on the CPU."""
+    totals: StepTotals
+
+
+@dataclass
+class StepResult:
+    """What the microbatches of one step gave on this rank."""
+
+    logprob_S: Tensor = field(default_factory=lambda: torch.empty(0))
+    """Log-probs of all positions of the step, label-aligned, on the CPU; 0 where another rank computed them."""
+    loss_S: Tensor = field(default_factory=lambda: torch.empty(0))
+    """float64. Each position's share of the objective, label-aligned, on the CPU; 0 where nothing is trained."""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    counts_LE: Tensor | None = None
+    """int64 assignments per MoE layer and expert, weighted by multiplicity; None without MoE layers."""
+
+
+CallObserver = Callable[[CallLayout, Any], None]
+
+
+class StepRunner:
+    """Runs the microbatches of one replica.
+
+    Args:
+        model: its ``forward(TreeInputs)`` returns log-probs, entropies and router outputs.
+        objective: what is optimised.
+        moe: section ``[moe]``.
+        backends: implementations of the ops.
+        device: of the model.
+        dp_rank: this replica.
+        dp_degree: number of replicas.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        *,
+        moe: Any,
+        backends: OpsBackends,
+        device: torch.device,
+        dp_rank: int,
+        dp_degree: int,
+    ) -> None:
+        self.model = model
+        self.objective = objective
+        self.moe = moe
+        self.backends = backends
+        self.device = device
+        self.dp_rank = dp_rank
+        self.dp_degree = dp_degree
+
+    def run(self, step: Step, *, backward: bool, observer: CallObserver | None = None) -> StepResult:
+        """Run this replica's microbatches of a step, slot after slot; with ``backward`` gradients accumulate.
+
+        Args:
+            step: from :meth:`harts_titan.engine.Engine.prepare`.
+            backward: also compute the objective and its gradients.
+            observer: called with every call's layout and model output (for comparisons and tests).
+        """
+        calls = [
+            (slot, layout)
+            for slot in range(step.plan.num_slots)
+            for layout in step.plan.consumer(self.dp_rank, slot).calls
+        ]
+        self._check_equal_calls(step.plan)
+        result = StepResult()
+        logprobs: list[Tensor] = []
+        losses: list[Tensor] = []
+        parts: list[dict[str, Metric]] = []
+        consumer_counts: dict[int, Tensor | None] = {}
+        grad = contextlib.nullcontext() if backward else torch.no_grad()
+        with grad:
+            for i, (slot, layout) in enumerate(calls):
+                if backward:
+                    set_last_backward(self.model, i == len(calls) - 1)
+                    if slot not in consumer_counts:
+                        consumer_counts[slot] = self._consumer_counts(step.plan, slot)
+                with record_function("harts::inputs"):
+                    inputs = TreeInputs.from_layout(layout, self.device, self.backends)
+                with record_function("harts::forward"):
+                    output = self.model(inputs)
+                logprobs.append(output.logprob_S.detach())
+                if backward:
+                    metrics, loss_S = self._backward(step, slot, layout, inputs, output, consumer_counts[slot], result)
+                    parts.append(metrics)
+                    losses.append(loss_S)
+                if observer is not None:
+                    observer(layout, output)
+        # Read after the last launch: the device is never waited for between calls.
+        result.metrics = merge_metrics(parts)
+        result.logprob_S = _in_step_order(calls, logprobs, step.totals.positions)
+        result.loss_S = _in_step_order(calls, losses, step.totals.positions)
+        return result
+
+    def _backward(
+        self,
+        step: Step,
+        slot: int,
+        layout: CallLayout,
+        inputs: TreeInputs,
+        output: Any,
+        consumer_counts_LE: Tensor | None,
+        result: StepResult,
+    ) -> tuple[dict[str, Metric], Tensor]:
+        with record_function("harts::objective"):
+            positions = step.positions.take(layout.source_position_S, layout.position_offset_N1).to(self.device)
+            entropy_S = output.entropy_T[inputs.row_of_position_S]
+            if not self.objective.needs_entropy:
+                entropy_S = entropy_S.detach()
+            objective = self.objective(output.logprob_S, entropy_S, positions, step.totals)
+            loss, metrics = objective.loss, dict(objective.metrics)
+            if output.router:
+                counts_LE = expert_counts(output.router, inputs.multiplicity_T)
+                result.counts_LE = counts_LE if result.counts_LE is None else result.counts_LE + counts_LE
+                z, balance = self._router_losses(step, slot, inputs, output.router, consumer_counts_LE)
+                loss = loss + self.moe.z_loss_coef * z + self.moe.load_balance_coef * balance
+                metrics["router/z_loss"] = figure("sum", z, layout.num_positions)
+                if consumer_counts_LE is not None or self._is_whole_consumer(step.plan, slot):
+                    metrics["router/load_balance_loss"] = figure("sum", balance, layout.num_positions)
+        with record_function("harts::backward"):
+            loss.backward()
+        return metrics, objective.loss_S
+
+    def _router_losses(
+        self, step: Step, slot: int, inputs: TreeInputs, router: Any, consumer_counts_LE: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return this call's share of the step's z-loss and load-balancing loss (HARTS 3.5).
+
+        Both are means over the positions of the whole step, so microbatches weigh ``S_mb / S_step``.
+        """
+        step_positions = step.totals.positions
+        z = z_loss(router, inputs.multiplicity_T, num_positions=step_positions)
+        if self.moe.load_balance_scope == "trajectory":
+            return z, trajectory_load_balancing_loss(router, inputs.statistics, num_positions=step_positions)
+        positions = sum(call.num_positions for call in step.plan.consumer(self.dp_rank, slot).calls)
+        balance = load_balancing_loss(
+            router, inputs.multiplicity_T, num_positions=positions, counts_LE=consumer_counts_LE
+        )
+        return z, balance * (positions / step_positions)
+
+    def _consumer_counts(self, plan: StepPlan, slot: int) -> Tensor | None:
+        """Return the assignment counts of a consumer that runs in several calls, None if one call sees them all.
+
+        Load balancing multiplies counts and probabilities of the whole consumer, so the counts must be known before
+        the first call's backward pass.
+        """
+        calls = plan.consumer(self.dp_rank, slot).calls
+        if self._is_whole_consumer(plan, slot) or self.moe.load_balance_coef == 0:
+            return None
+        total_LE: Tensor | None = None
+        with torch.no_grad(), record_function("harts::expert_counts"):
+            for layout in calls:
+                inputs = TreeInputs.from_layout(layout, self.device, self.backends)
+                router = self.model(inputs).router
+                if not router:
+                    return None
+                counts_LE = expert_counts(router, inputs.multiplicity_T)
+                total_LE = counts_LE if total_LE is None else total_LE + counts_LE
+        return total_LE
+
+    def _is_whole_consumer(self, plan: StepPlan, slot: int) -> bool:
+        """Whether one call is enough to compute its share of the load-balancing loss."""
+        one_call = len(plan.consumer(self.dp_rank, slot).calls) == 1
+        return one_call or self.moe.load_balance_scope == "trajectory"
+
+    def _check_equal_calls(self, plan: StepPlan) -> None:
+        if self.dp_degree == 1:
+            return
+        for slot in range(plan.num_slots):
+            numbers = {len(plan.consumer(replica, slot).calls) for replica in range(self.dp_degree)}
+            if len(numbers) > 1:
+                raise ValueError(
+                    f"replicas need different numbers of calls in slot {slot} of tree.mode = '{plan.mode}' "
+                    f"({sorted(numbers)}), which would hang the collectives; raise tree.max_tokens"
+                )
+
+
+def _in_step_order(calls: list[tuple[int, CallLayout]], values: list[Tensor], size: int) -> Tensor:
+    """Return the calls' per-position values as one CPU tensor in the step's order, 0 where no call had the position."""
+    if not values:
+        return torch.zeros(size)
+    out = torch.zeros(size, dtype=values[0].dtype)
+    for (_, layout), value_S in zip(calls, values, strict=True):
+        out[layout.source_position_S] = value_S.cpu()
+    return out
+
+
+def figure(kind: str, value: Tensor | float, count: int = 1) -> Metric:
+    """Return a metric from one number; see :class:`harts_titan.rl.Metric` for the kinds."""
+    value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+    return Metric(kind, value.to(torch.float64), torch.tensor(count))
