@@ -9,7 +9,8 @@ Letters: S positions of the step, T rows of a call, E experts, A experts per row
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from harts_titan.models.common.router_losses import (
     z_loss,
 )
 from harts_titan.models.common.tree_inputs import TreeInputs
-from harts_titan.models.ling import Ling, LingStateDictAdapter, from_hf_config
+from harts_titan.models.ling import Ling, LingArgs, LingStateDictAdapter, from_hf_config
 from harts_titan.models.ling.attention import KDACore
 from harts_titan.ops import OpsBackends
 from harts_titan.tree import CallLayout, StepPlan, plan_step
@@ -88,8 +89,13 @@ class Result:
     """Per call, per KDA layer: q, k, v, f, b and the output o of its rows."""
 
 
+def model_args(config: dict[str, Any] | Path) -> LingArgs:
+    """Architecture with so few rows per chunk of the LM head that every forest needs several chunks."""
+    return replace(from_hf_config(config), head_rows_per_chunk=16)
+
+
 def build_model(config: dict[str, Any], weights: oracle.Weights, dtype: torch.dtype = torch.float64) -> Ling:
-    args = from_hf_config(config)
+    args = model_args(config)
     model = Ling(args).to(dtype)
     state = LingStateDictAdapter(args, None).from_hf({name: tensor.clone() for name, tensor in weights.items()})
     model.load_state_dict(state, strict=True)

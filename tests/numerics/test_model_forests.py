@@ -39,6 +39,17 @@ def routed_alike(one: Result, two: Result, offsets: np.ndarray) -> tuple[torch.T
     return alike_S, int(flipped_S.sum())
 
 
+def test_what_follows_a_flipped_choice_is_set_aside():
+    topk = torch.tensor([[0, 1], [0, 1], [0, 1], [2, 3], [2, 3]])
+    one = Result(torch.zeros(5), torch.zeros(5), topk_LSA=[topk, topk])
+    flipped = topk.clone()
+    flipped[1] = torch.tensor([0, 2])
+    two = Result(torch.zeros(5), torch.zeros(5), topk_LSA=[topk, flipped])
+    alike_S, flips = routed_alike(one, two, np.array([0, 3, 5]))
+    assert alike_S.tolist() == [True, False, False, True, True]
+    assert flips == 1
+
+
 def test_the_forests_hold_every_shape_that_matters():
     for chunk_size in (4, 8):
         forests = [forest for forest, size in map(case, range(NUM_FORESTS)) if size == chunk_size]

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from harts_titan.models.ling import Ling, from_hf_config, load_hf, save_hf
+from harts_titan.models.ling import Ling, load_hf, save_hf
 from harts_titan.ops import OpsBackends
 from tests.forests import random_forest, unpack
 from tests.numerics.harness import (
@@ -20,6 +20,7 @@ from tests.numerics.harness import (
     compare,
     execute,
     execute_oracle,
+    model_args,
     plan_forest,
 )
 from tests.oracle import ling as oracle
@@ -50,6 +51,7 @@ def check(got, want):
         ("five_layers", 5, 4, 40, 0.01),
         ("five_layers", 6, 8, 10_000, 0.01),
         ("small", 40, 32, 10_000, 0.01),  # a chunk of several sub-blocks, and several query tiles
+        ("dense", 43, 32, 10_000, 4.5),  # decay so strong that a chunk spans exp(-144)
     ],
 )
 def test_all_modes_equal_the_oracle(name, seed, chunk_size, capacity, decay):
@@ -132,7 +134,7 @@ def test_a_checkpoint_in_the_published_format_round_trips(tmp_path):
     index = {"weight_map": {n: file for file, members in half.items() for n in members}}
     (published / "model.safetensors.index.json").write_text(json.dumps(index))
 
-    args = from_hf_config(published)
+    args = model_args(published)
     model = Ling(args).double()
     load_hf(model, args, published)
     plan = plan_forest(*random_forest(12, chunk_size=4, num_trajectories=4))
@@ -153,6 +155,6 @@ def test_a_checkpoint_in_the_published_format_round_trips(tmp_path):
     assert weight_map.keys() == weights.keys()
     described = json.loads((written / "config.json").read_text())
     assert {key: described[key] for key in config} == config
-    again = Ling(from_hf_config(written)).double()
+    again = Ling(model_args(written)).double()
     load_hf(again, args, written)
     assert torch.equal(execute(again, plan).logprob_S, direct.logprob_S)
