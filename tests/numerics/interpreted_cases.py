@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import time
 import traceback
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -30,25 +28,6 @@ COMPILED = [
 HALF = checks.Setting("cpu", torch.float16, num_heads=1, chunk_size=32)
 
 
-@contextlib.contextmanager
-def filled_allocations(value: float = float("nan")) -> Iterator[None]:
-    """Uninitialised floating tensors hold ``value``; NaN shows reads of what no kernel wrote."""
-    originals = torch.empty, torch.empty_like, torch.Tensor.new_empty
-
-    def filled(original):
-        def allocate(*args, **kwargs):
-            tensor = original(*args, **kwargs)
-            return tensor.fill_(value) if tensor.is_floating_point() else tensor
-
-        return allocate
-
-    torch.empty, torch.empty_like, torch.Tensor.new_empty = map(filled, originals)
-    try:
-        yield
-    finally:
-        torch.empty, torch.empty_like, torch.Tensor.new_empty = originals
-
-
 def kda_tree_equals_fla() -> dict[str, object]:
     layout = checks.layout_of(TREE, 32)
     assert layout.num_rounds > 1 and layout.packed_row_P.shape[0] > layout.num_rows
@@ -59,7 +38,7 @@ def kda_tree_equals_fla() -> dict[str, object]:
 
 def kda_handed_in_state() -> dict[str, object]:
     setting = checks.Setting("cpu", torch.float32, num_heads=2, key_dim=16, value_dim=32, chunk_size=32)
-    with filled_allocations():
+    with checks.filled_allocations():
         return checks.check_kda(checks.handed_in(32, "cpu"), setting, decay="slow", same_bits=False)
 
 
@@ -107,7 +86,7 @@ def conv_tree() -> dict[str, object]:
     rng = np.random.default_rng(0)
     result: dict[str, object] = {"float16": checks.check_conv(TREE, HALF, channels=20)}
     single = checks.Setting("cpu", torch.float32, chunk_size=16)
-    with filled_allocations():
+    with checks.filled_allocations():
         result["float32"] = checks.check_conv(checks.random_segments(rng, 16, 7), single, channels=7)
     return result
 
@@ -117,7 +96,7 @@ def conv_external_rows() -> dict[str, object]:
     tap = torch.tensor([[-1, -1, 0, 3], [-1, 0, 3, 4], [0, 1, 2, 5]])
     x = torch.randn(8, 5, dtype=torch.float32, requires_grad=True)
     weight = torch.randn(5, 4, requires_grad=True)
-    with filled_allocations():
+    with checks.filled_allocations():
         ours = torch.autograd.grad(tree_short_conv_triton(x, weight, tap).square().sum(), (x, weight))
     theirs = torch.autograd.grad(tree_short_conv(x, weight, tap, backend="reference").square().sum(), (x, weight))
     for a, b in zip(ours, theirs):
@@ -174,7 +153,7 @@ def ops_are_well_formed() -> dict[str, object]:
     x = checks.kda_inputs(7, setting, "slow", seed=0, num_external=1)
     args = (*x, list(prepare_tables(sequences)), 32, -5.0)
     # The in-chunk matrices have unwritten upper blocks, and the check compares two runs.
-    with filled_allocations(0.0):
+    with checks.filled_allocations(0.0):
         torch.library.opcheck(torch.ops.harts_titan.kda_forward, args, test_utils=tests)
     return {}
 

@@ -7,7 +7,9 @@ expanded trajectories, dense PyTorch attention, plain PyTorch convolution) plus 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,6 +42,25 @@ class Setting:
     lower_bound: float = -5.0
     exact_backend: str = "recurrent"
     """float64 implementation: "recurrent" by tokens on the host, or "reference" by chunks on ``device``."""
+
+
+@contextlib.contextmanager
+def filled_allocations(value: float = float("nan")) -> Iterator[None]:
+    """Uninitialised floating tensors hold ``value``; NaN shows reads of what no kernel wrote."""
+    originals = torch.empty, torch.empty_like, torch.Tensor.new_empty
+
+    def filled(original):
+        def allocate(*args, **kwargs):
+            tensor = original(*args, **kwargs)
+            return tensor.fill_(value) if tensor.is_floating_point() else tensor
+
+        return allocate
+
+    torch.empty, torch.empty_like, torch.Tensor.new_empty = map(filled, originals)
+    try:
+        yield
+    finally:
+        torch.empty, torch.empty_like, torch.Tensor.new_empty = originals
 
 
 def random_segments(rng: np.random.Generator, chunk_size: int, count: int) -> Segments:
@@ -149,14 +170,14 @@ def handed_in(chunk_size: int, device: str) -> PackedSequences:
 
 def kda_inputs(rows: int, setting: Setting, decay: str, *, seed: int, num_external: int = 0) -> list[Tensor]:
     """The eight differentiable inputs, leaves that require gradients."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(setting.device).manual_seed(seed)
     H, K, V = setting.num_heads, setting.key_dim, setting.value_dim
 
     def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.randn(shape, generator=generator).to(setting.device, dtype)
+        return torch.randn(shape, generator=generator, device=setting.device).to(dtype)
 
     x = [normal(rows, H, d, dtype=setting.dtype) for d in (K, K, V, K)] + [normal(rows, H, dtype=setting.dtype)]
-    A_log = torch.rand(H, generator=generator).add(0.3).log().to(setting.device)
+    A_log = torch.rand(H, generator=generator, device=setting.device).add(0.3).log()
     x += [A_log, normal(H, K) + DECAYS[decay], normal(num_external, H, K, V) * 0.3]
     return [t.requires_grad_() for t in x]
 
@@ -245,7 +266,8 @@ def check_kda(
     x = kda_inputs(sequences.num_path_rows, setting, decay, seed=seed, num_external=sequences.num_external_states)
     o, exported = kda_triton(*x[:7], sequences, setting.lower_bound, x[7])
     generator = torch.Generator().manual_seed(seed + 1)
-    weights = [torch.randn(t.shape, generator=generator).double() for t in (o, exported)]
+    # Rounded first: the float64 run must see the same output gradients.
+    weights = [torch.randn(t.shape, generator=generator).to(t.dtype).double() for t in (o, exported)]
     weights[1] /= setting.chunk_size
 
     def with_gradients(o: Tensor, exported: Tensor, inputs: list[Tensor]) -> list[Tensor]:
@@ -413,11 +435,11 @@ def mask_attached(layout: CallLayout, device: str) -> TreeMask:
 
 
 def attention_inputs(mask: TreeMask, setting: Setting, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(setting.device).manual_seed(seed)
     sizes = ((mask.num_rows, setting.key_dim), (mask.num_path_rows, setting.key_dim))
     shapes = [(n, setting.num_heads, d) for n, d in (*sizes, (mask.num_path_rows, setting.value_dim))]
-    tensors = (torch.randn(shape, generator=generator).to(setting.device, setting.dtype) for shape in shapes)
-    return [t.requires_grad_() for t in tensors]
+    tensors = (torch.randn(shape, generator=generator, device=setting.device) for shape in shapes)
+    return [t.to(setting.dtype).requires_grad_() for t in tensors]
 
 
 def check_attention(mask: TreeMask, setting: Setting, attention, *, gradients: bool = True) -> dict[str, object]:
@@ -425,7 +447,7 @@ def check_attention(mask: TreeMask, setting: Setting, attention, *, gradients: b
     scale = setting.key_dim**-0.5
     x = attention_inputs(mask, setting)
     generator = torch.Generator().manual_seed(1)
-    do = torch.randn((mask.num_rows, setting.num_heads, setting.value_dim), generator=generator)
+    do = torch.randn((mask.num_rows, setting.num_heads, setting.value_dim), generator=generator).to(setting.dtype)
 
     def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         number = mask.tin_Y[mask.num_external_rows :, None]
@@ -445,8 +467,7 @@ def check_attention(mask: TreeMask, setting: Setting, attention, *, gradients: b
     if gradients:
         kernel = with_gradients(attention(*x, mask, scale), x)
     else:
-        with torch.no_grad():
-            kernel = [attention(*x, mask, scale)]
+        kernel = [attention(*(t.detach() for t in x), mask, scale)]
     result: dict[str, object] = {}
     for name, ours, theirs, truth in zip(("o", "dq", "dk", "dv"), kernel, same_precision, exact):
         result[name] = [relative(ours, truth), relative(theirs, truth)]

@@ -1,0 +1,558 @@
+"""Check and time the CUDA backends of ``harts_titan.ops`` in one run; writes ``gpu_ops.json`` to a folder.
+
+    python benchmarks/gpu_ops.py OUT                      # one Hopper GPU, a few minutes with kernel compilation
+    python benchmarks/gpu_ops.py OUT --sections kda_bits,kda_timing
+    TRITON_INTERPRET=1 python benchmarks/gpu_ops.py OUT --dry-run        # every line that needs no GPU, tiny sizes
+
+A section that fails is recorded with its traceback, the others still run, and the exit code is 1. Nothing is timed in
+a section whose checks failed. Needs the repository's ``tests`` folder (the checks are shared with the tests).
+"""
+
+# ruff: noqa: E402  (the interpreter's work-arounds must be in place before anything imports triton)
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+DRY = "--dry-run" in sys.argv
+if DRY and os.environ.get("TRITON_INTERPRET") != "1":
+    sys.exit("--dry-run needs TRITON_INTERPRET=1 in the environment: triton reads it when it is imported")
+
+import numpy as np
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+
+if DRY:
+    import tests.numerics.triton_interpreter  # noqa: F401
+from harts_titan.ops.attention import TreeMask, tree_attention
+from harts_titan.ops.attention.flex import tree_attention_flex
+from harts_titan.ops.attention.reference import tree_attention_path
+from harts_titan.ops.kda import PackedSequences
+from harts_titan.ops.kda.fla_pinned import PINNED
+from harts_titan.ops.kda.triton_op import SCAN_BLOCK_V, SCAN_STAGES, kda_triton, prepare_tables
+from harts_titan.ops.short_conv.triton_op import tap_readers, tree_short_conv_triton
+from harts_titan.tree.plan import CallLayout
+from tests.numerics import kernel_checks as checks
+
+if TYPE_CHECKING:
+    from harts_titan.ops.attention.fa4 import FA4Tables
+
+DEVICE = "cpu" if DRY else "cuda"
+DTYPE = torch.float32 if DRY else torch.bfloat16
+SETTING = checks.Setting(
+    DEVICE,
+    DTYPE,
+    num_heads=1 if DRY else 16,
+    key_dim=64 if DRY else 128,
+    value_dim=64 if DRY else 128,
+    chunk_size=32 if DRY else 64,
+    exact_backend="recurrent" if DRY else "reference",
+)
+C = SETTING.chunk_size
+BIG_ROWS = 90 if DRY else 65_000
+PROMPT, STEP = (41, 30) if DRY else (4096, 2500)
+REPEATS = 1 if DRY else 5
+Report = dict[str, Any]
+
+
+def median_ms(run: Callable[[], object], repeats: int = REPEATS) -> Report:
+    """Median and spread of ``repeats`` timed runs after one or two warm-up runs, milliseconds."""
+    if DRY:
+        begin = time.perf_counter()
+        run()
+        return {"median": (time.perf_counter() - begin) * 1e3, "runs": 1}
+    run()
+    run()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    torch.cuda.synchronize()
+    events[0].record()
+    for event in events[1:]:
+        run()
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return {"median": statistics.median(times), "min": min(times), "max": max(times), "runs": repeats}
+
+
+def timed_pair(run: Callable[..., Tensor], inputs: list[Tensor], do: Tensor) -> Report:
+    """Forward without gradients, forward with backward, and the memory of the latter beyond what is allocated."""
+    with torch.no_grad():
+        forward = median_ms(lambda: run(*inputs))
+
+    def both() -> None:
+        torch.autograd.grad(run(*inputs), inputs, do)
+
+    report: Report = {"forward": forward}
+    if not DRY:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    report["forward_backward"] = median_ms(both, max(1, REPEATS - 2))
+    if not DRY:
+        report["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return report
+
+
+@functools.cache
+def big_tree() -> tuple[checks.Segments, dict[str, CallLayout]]:
+    segments = checks.agent_segments(np.random.default_rng(1), BIG_ROWS, prompt=PROMPT, step=STEP)
+    return segments, {mode: checks.layout_of(segments, C, mode) for mode in ("compact", "nodewise", "expanded")}
+
+
+def describe(layouts: dict[str, CallLayout]) -> Report:
+    compact = layouts["compact"]
+    lengths = compact.position_offset_N1.diff().double()
+    rows, positions = compact.num_rows, compact.num_positions
+    depth = compact.position_T.double() + 1
+    return {
+        "rows": rows,
+        "positions": positions,
+        "compression": positions / rows,
+        "segments": compact.num_segments,
+        "trajectories": compact.num_trajectories,
+        "rounds": compact.num_rounds,
+        "sequences": compact.num_sequences,
+        "exports": compact.export_sequence_E.shape[0],
+        "replay_rows": compact.packed_row_P.shape[0] - rows,
+        "pairs_compact": float(depth.sum()),
+        "pairs_expanded": float((lengths * (lengths + 1) / 2).sum()),
+    }
+
+
+# ---- KDA
+
+
+def kda_numerics() -> Report:
+    """Outputs, exports and every gradient against float64; bits of outputs and states against fla on whole paths."""
+    report: Report = {}
+    handed_in = checks.handed_in(C, DEVICE)
+    for decay in ("slow",) if DRY else checks.DECAYS:
+        report[f"handed_in_{decay}"] = checks.check_kda(handed_in, SETTING, decay=decay)
+        if DRY:
+            break
+        layout = checks.layout_of(checks.random_segments(np.random.default_rng(7), C, 9), C)
+        report[f"tree_{decay}"] = checks.check_kda(
+            checks.sequences_of(layout, DEVICE), SETTING, decay=decay, trajectories=checks.trajectories_of(layout)
+        )
+    lengths = [1, 2] if DRY else [*range(1, 131)]
+    bounds = np.cumsum([0, *lengths])
+    sequences = PackedSequences.build(
+        chunk_size=C,
+        cu_seqlens=bounds.tolist(),
+        packed_row=list(range(bounds[-1])),
+        kept=list(range(bounds[-1])),
+        init_state=[-1] * len(lengths),
+        round_ptr=[0, len(lengths)],
+        num_path_rows=int(bounds[-1]),
+        device=DEVICE,
+    )
+    report["every_length"] = checks.check_kda(sequences, SETTING, decay="slow")
+    report["prefix"] = checks.check_kda_prefix(SETTING, length=C + 5 if DRY else 3 * C + 5, cuts=[1, C - 1, C + 1])
+    report["one_token_sequences"] = one_token_sequences(3 if DRY else 5000)
+    return report
+
+
+def compiled() -> Report:
+    """Convolution, KDA and attention in one ``torch.compile`` graph, two plans: same values, one graph."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager" if DRY else "inductor")
+    graphs: list[int] = []
+
+    def layer(x: list[Tensor], tap: Tensor, weight: Tensor, sequences: PackedSequences, mask: TreeMask) -> Tensor:
+        q, k, v = (tree_short_conv_triton(t.flatten(1), weight, tap).view_as(t) for t in x[:3])
+        o, _ = kda_triton(q * 1.5, k, v, *x[3:], sequences)
+        return o if DRY else o * 0.5 + fa4()(q, k, o, mask, SETTING.key_dim**-0.5)
+
+    fast = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
+    # At least two exports each: torch.compile makes graphs of their own for sizes 0 and 1.
+    forests = (
+        [(-1, 434), (0, 331), (0, 332), (1, 332), (1, 64), (3, 33), (3, 35)],
+        [(-1, 640), (0, 233), (0, 127), (1, 105), (1, 92), (2, 88), (2, 63), (3, 9), (3, 4)],
+    )
+    for segments in forests:
+        layout = checks.layout_of([(p, -(-n // 10)) for p, n in segments] if DRY else segments, C)
+        sequences, mask = checks.sequences_of(layout, DEVICE), checks.mask_of(layout, DEVICE)
+        prepare_tables(sequences)
+        if not DRY:
+            prepare_attention_tables(mask, SETTING.key_dim)
+        x = checks.kda_inputs(layout.num_rows, SETTING, "medium", seed=1)[:7]
+        weight = torch.randn(SETTING.num_heads * SETTING.key_dim, 4, device=DEVICE, requires_grad=True)
+        args = (x, layout.conv_tap_TW.to(DEVICE), weight, sequences, mask)
+        results = []
+        for function in (layer, fast):
+            o = function(*args)
+            # Backward passes take minutes in the interpreter; the interpreter tests have smaller ones.
+            grads = () if DRY else torch.autograd.grad(o.float().square().sum(), [*x, weight])
+            results.append([o, *grads])
+        graphs.append(counter.frame_count)
+        errors = [checks.relative(a, b) for a, b in zip(*results)]
+        # Inductor fuses the element-wise steps around the ops, without their roundings.
+        assert max(errors) < 4 * torch.finfo(DTYPE).eps, errors
+    assert graphs[0] == graphs[-1], graphs
+    return {"graphs": graphs, "errors": errors}
+
+
+def one_token_sequences(count: int) -> Report:
+    """More programs than a y or z grid dimension holds; the closed form is ``q.k beta v`` times the scale."""
+    sequences = PackedSequences.build(
+        chunk_size=C,
+        cu_seqlens=list(range(count + 1)),
+        packed_row=list(range(count)),
+        kept=list(range(count)),
+        init_state=[-1] * count,
+        round_ptr=[0, count],
+        num_path_rows=count,
+        device=DEVICE,
+    )
+    x = checks.kda_inputs(count, SETTING, "medium", seed=5)
+    o, _ = kda_triton(*x[:7], sequences)
+    grads = torch.autograd.grad(o.float().square().sum(), x[:3])
+    exact_x = [t.detach().double().requires_grad_() for t in x]
+    q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in exact_x[:2])
+    weight = (q * k).sum(-1) * torch.sigmoid(exact_x[4]) * SETTING.key_dim**-0.5
+    exact = weight[..., None] * exact_x[2]
+    exact_grads = torch.autograd.grad(exact.square().sum(), exact_x[:3])
+    errors = [checks.relative(a, b) for a, b in zip((o, *grads), (exact, *exact_grads))]
+    assert max(errors) < 2 * torch.finfo(DTYPE).eps, errors
+    return {"sequences": count, "programs": count * SETTING.num_heads * (SETTING.value_dim // 32), "errors": errors}
+
+
+def kda_bits() -> Report:
+    """Forward bits: compact against expanded (this project's kernels) and against fla per trajectory."""
+    report: Report = {}
+    forests = [checks.random_segments(np.random.default_rng(s), C, 4 if DRY else 12) for s in range(1 if DRY else 4)]
+    big, _ = big_tree()
+    for name, segments in [*((f"random_{i}", s) for i, s in enumerate(forests)), ("agent_tree", big)]:
+        compact, expanded = (checks.layout_of(segments, C, mode) for mode in ("compact", "expanded"))
+        x = [t.detach() for t in checks.kda_inputs(compact.num_rows, SETTING, "slow", seed=11)]
+        o, _ = kda_triton(*x[:7], checks.sequences_of(compact, DEVICE))
+        again, _ = kda_triton(*x[:7], checks.sequences_of(compact, DEVICE))
+        rows = compact.row_of_position_S.to(DEVICE)
+        # Expanded rows hold the same tokens: both layouts map positions of the same trajectories in one order.
+        source = torch.empty(expanded.num_rows, dtype=torch.long)
+        order = torch.argsort(expanded.source_position_S)
+        source[expanded.row_of_position_S[order]] = compact.row_of_position_S[torch.argsort(compact.source_position_S)]
+        source = source.to(DEVICE)
+        alone, _ = kda_triton(*(t[source] for t in x[:5]), *x[5:7], checks.sequences_of(expanded, DEVICE))
+        theirs, _ = checks.fla_expanded(x, [(t, -1) for t in checks.trajectories_of(compact)], SETTING)
+        report[name] = {
+            "rows": compact.num_rows,
+            "positions": compact.num_positions,
+            "rounds": compact.num_rounds,
+            "repeat": torch.equal(o, again),
+            "expanded": torch.equal(o[source], alone),
+            "fla": torch.equal(o[rows], theirs),
+        }
+        assert all(report[name][key] for key in ("repeat", "expanded", "fla")), report
+    return report
+
+
+def kda_timing() -> Report:
+    """One KDA core layer on one tree: compact, node-wise, expanded, and fla's own packed call on the expanded rows."""
+    _, layouts = big_tree()
+    compact = layouts["compact"]
+    report: Report = {"tree": describe(layouts)}
+    inputs = checks.kda_inputs(compact.num_rows, SETTING, "slow", seed=0)[:7]
+    sequences = {mode: checks.sequences_of(layout, DEVICE) for mode, layout in layouts.items()}
+    for packed in sequences.values():
+        prepare_tables(packed)
+
+    def source_of(mode: str) -> Tensor:
+        layout = layouts[mode]
+        source = torch.empty(layout.num_rows, dtype=torch.long)
+        order = torch.argsort(layout.source_position_S)
+        mine = compact.row_of_position_S[torch.argsort(compact.source_position_S)]
+        source[layout.row_of_position_S[order]] = mine
+        return source.to(DEVICE)
+
+    outputs = {}
+    for mode in layouts:
+        source = source_of(mode)
+        x = [(t.detach()[source] if i < 5 else t.detach()).requires_grad_() for i, t in enumerate(inputs)]
+        do = torch.randn_like(x[2])
+        run = functools.partial(kda_outputs, packed=sequences[mode])
+        with torch.no_grad():
+            outputs[mode] = run(*x)
+        first, second = (torch.autograd.grad(run(*x), x, do) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(first, second)), f"gradients of {mode} differ between two runs"
+        del first, second
+        report[mode] = timed_pair(run, x, do)
+        if mode == "nodewise":
+            report[mode]["relative_to_compact"] = checks.relative(outputs[mode], outputs["compact"][source])
+        if mode == "expanded":
+            report["fla_expanded"] = timed_pair(
+                functools.partial(fla_packed, cu_seqlens=sequences[mode].cu_seqlens_Q1), x, do
+            )
+        del x, do
+    for name in ("nodewise", "expanded", "fla_expanded"):
+        report[f"{name}_over_compact"] = ratios(report[name], report["compact"])
+    return report
+
+
+def kda_outputs(*x: Tensor, packed: PackedSequences) -> Tensor:
+    return kda_triton(*x, packed)[0]
+
+
+def fla_packed(*x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    from fla.ops.kda import chunk_kda
+
+    q, k, v, f, b, A_log, dt_bias = x
+    return chunk_kda(
+        *(t[None] for t in (q, k, v)),
+        g=f[None],
+        beta=b[None],
+        A_log=A_log,
+        dt_bias=dt_bias.reshape(-1),
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        safe_gate=True,
+        lower_bound=SETTING.lower_bound,
+        cu_seqlens=cu_seqlens,
+        chunk_size=C,
+    )[0][0]
+
+
+def ratios(slow: Report, fast: Report) -> Report:
+    return {part: slow[part]["median"] / fast[part]["median"] for part in ("forward", "forward_backward")}
+
+
+# ---- short convolution
+
+
+def short_conv() -> Report:
+    report: Report = {}
+    channels = 20 if DRY else 2048
+    for seed in range(1 if DRY else 3):
+        segments = checks.random_segments(np.random.default_rng(seed), C, 4 if DRY else 12)
+        report[f"random_{seed}"] = checks.check_conv(segments, SETTING, channels=channels)
+    _, layouts = big_tree()
+    for mode in ("compact", "expanded"):
+        tap = layouts[mode].conv_tap_TW.to(DEVICE)
+        x = torch.randn(tap.shape[0], channels, device=DEVICE, dtype=DTYPE, requires_grad=True)
+        weight = torch.randn(channels, tap.shape[1], device=DEVICE, requires_grad=True)
+        readers = tap_readers(tap, tap.shape[0])
+        report[mode] = timed_pair(
+            lambda x, w, tap=tap, readers=readers: tree_short_conv_triton(x, w, tap, readers),
+            [x, weight],
+            torch.randn_like(x),
+        )
+        report[mode]["tap_readers"] = median_ms(lambda tap=tap: tap_readers(tap, tap.shape[0]))
+    report["expanded_over_compact"] = ratios(report["expanded"], report["compact"])
+    return report
+
+
+# ---- attention
+
+ATTENTION = checks.Setting(
+    DEVICE,
+    DTYPE,
+    num_heads=2 if DRY else 16,
+    key_dim=32 if DRY else 192,
+    value_dim=32 if DRY else 128,
+    chunk_size=C,
+)
+SCALE = ATTENTION.key_dim**-0.5
+
+
+def attention_numerics() -> Report:
+    """Every backend against dense float64, own rows only and below external rows, both row orders."""
+    report: Report = {}
+    layout = checks.layout_of(checks.random_segments(np.random.default_rng(4), C, 5 if DRY else 14), C)
+    masks = {
+        "sequence": checks.mask_of(layout, DEVICE),
+        "depth_first": checks.mask_depth_first(layout, DEVICE)[0],
+        "attached": checks.mask_attached(layout, DEVICE),
+    }
+    report["rows"] = layout.num_rows
+    for name, mask in masks.items():
+        report[f"path_{name}"] = checks.check_attention(mask, ATTENTION, tree_attention_path)
+        report[f"flex_{name}"] = checks.check_attention(mask, ATTENTION, tree_attention_flex, gradients=not DRY)
+        if not DRY:
+            report[f"fa4_{name}"] = checks.check_attention(mask, ATTENTION, fa4())
+    return report
+
+
+def fa4() -> Callable[..., Tensor]:
+    # flash-attn-4 exists for GPUs only.
+    from harts_titan.ops.attention.fa4 import tree_attention_fa4
+
+    return tree_attention_fa4
+
+
+def prepare_attention_tables(mask: TreeMask, head_dim: int) -> FA4Tables:
+    from harts_titan.ops.attention.fa4 import prepare_tables as prepare
+
+    return prepare(mask, head_dim)
+
+
+def attention_timing() -> Report:
+    """fa4 in both row orders, flex, and fa4 varlen over the expanded trajectories; TFLOP/s over visible pairs."""
+    _, layouts = big_tree()
+    compact = layouts["compact"]
+    tree = describe(layouts)
+    report: Report = {"tree": tree}
+    mask = checks.mask_of(compact, DEVICE)
+    ordered, order = checks.mask_depth_first(compact, DEVICE)
+    x = checks.attention_inputs(mask, ATTENTION)
+    do = torch.randn(mask.num_rows, ATTENTION.num_heads, ATTENTION.value_dim, device=DEVICE, dtype=DTYPE)
+    if DRY:
+        report["path"] = timed_pair(lambda *x: tree_attention(*x, mask, scale=SCALE, backend="path"), x, do)
+        return report
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(order.numel(), device=DEVICE)
+    attention = fa4()
+
+    def permuted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q[order], k[order], v[order], ordered, SCALE)[rank]
+
+    def tables(mask: TreeMask) -> Report:
+        begin = time.perf_counter()
+        built = prepare_attention_tables(mask, ATTENTION.key_dim)
+        seconds = time.perf_counter() - begin
+        partial, full = int(built.forward[0].sum()), int(built.forward[2].sum())
+        waste = (partial + full) * 128 * 128 / tree["pairs_compact"] - 1
+        return {"partial": partial, "full": full, "tile_waste": waste, "seconds": seconds}
+
+    report["tables"] = {"sequence": tables(mask), "depth_first": tables(ordered)}
+    sorted_x = [t.detach()[order].requires_grad_() for t in x]
+    runs: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
+        "fa4_sequence": (lambda *x: attention(*x, mask, SCALE), x),
+        "fa4_depth_first": (lambda *x: attention(*x, ordered, SCALE), sorted_x),
+        "fa4_permuted": (permuted, x),
+        "flex": (lambda *x: tree_attention_flex(*x, mask, SCALE), x),
+    }
+    with torch.no_grad():
+        first = runs["fa4_sequence"][0](*x)
+        report["fa4_repeat"] = torch.equal(first, runs["fa4_sequence"][0](*x))
+        report["depth_first_against_sequence"] = checks.relative(permuted(*x), first)
+        report["flex_against_fa4"] = checks.relative(runs["flex"][0](*x), first)
+    for name, (run, inputs) in runs.items():
+        report[name] = with_rate(timed_pair(run, inputs, do), tree["pairs_compact"])
+    del x, sorted_x, do
+    torch.cuda.empty_cache()
+    report["fa4_expanded"] = with_rate(expanded_attention(compact), tree["pairs_expanded"])
+    for name in ("flex", "fa4_depth_first", "fa4_permuted", "fa4_expanded"):
+        report[f"{name}_over_fa4_sequence"] = ratios(report[name], report["fa4_sequence"])
+    return report
+
+
+def expanded_attention(compact: CallLayout) -> Report:
+    from flash_attn.cute.interface import flash_attn_varlen_func
+
+    lengths = compact.position_offset_N1.diff().tolist()
+    cu = compact.position_offset_N1.to(DEVICE, torch.int32)
+    shapes = [
+        (sum(lengths), ATTENTION.num_heads, d) for d in (ATTENTION.key_dim, ATTENTION.key_dim, ATTENTION.value_dim)
+    ]
+    x = [torch.randn(s, device=DEVICE, dtype=DTYPE, requires_grad=True) for s in shapes]
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flash_attn_varlen_func(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu,
+            cu_seqlens_k=cu,
+            max_seqlen_q=max(lengths),
+            max_seqlen_k=max(lengths),
+            softmax_scale=SCALE,
+            causal=True,
+        )
+        return out[0] if isinstance(out, tuple) else out
+
+    return timed_pair(run, x, torch.randn_like(x[2]))
+
+
+def with_rate(report: Report, pairs: float) -> Report:
+    """Add TFLOP/s over visible pairs; backward counted as 2.5 forwards."""
+    flops = 2 * pairs * ATTENTION.num_heads * (ATTENTION.key_dim + ATTENTION.value_dim)
+    report["forward_tflops"] = flops / report["forward"]["median"] / 1e9
+    report["forward_backward_tflops"] = 3.5 * flops / report["forward_backward"]["median"] / 1e9
+    return report
+
+
+SECTIONS: dict[str, Callable[[], Report]] = {
+    "kda_numerics": kda_numerics,
+    "kda_bits": kda_bits,
+    "short_conv": short_conv,
+    "attention_numerics": attention_numerics,
+    "compiled": compiled,
+    "kda_timing": kda_timing,
+    "attention_timing": attention_timing,
+}
+
+
+def environment() -> Report:
+    def version(name: str) -> str:
+        from importlib.metadata import PackageNotFoundError
+        from importlib.metadata import version as installed
+
+        try:
+            return installed(name)
+        except PackageNotFoundError:
+            return "absent"
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    return {
+        "commit": commit.stdout.strip() or "unknown",
+        "device": "cpu, interpreted" if DRY else torch.cuda.get_device_name(0),
+        "python": sys.version.split()[0],
+        "versions": {n: version(n) for n in ("torch", "triton", "fla-core", "flash-attn-4", "nvidia-cutlass-dsl")},
+        "cuda": torch.version.cuda,
+        "settings": {"kda": str(SETTING), "attention": str(ATTENTION), "big_rows": BIG_ROWS, "repeats": REPEATS},
+        "pinned": {name: str(config[1:]) for name, config in PINNED.items()},
+        "scan": {"BV": SCAN_BLOCK_V, "stages": SCAN_STAGES},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path, help="folder for gpu_ops.json")
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated, of: " + ", ".join(SECTIONS))
+    parser.add_argument("--dry-run", action="store_true", help="CPU, interpreter, float32, tiny sizes")
+    args = parser.parse_args()
+    names = args.sections.split(",")
+    unknown = sorted(set(names) - set(SECTIONS))
+    if unknown:
+        parser.error(f"unknown sections {unknown}")
+    if not DRY and not torch.cuda.is_available():
+        parser.error("no CUDA device; use --dry-run with TRITON_INTERPRET=1 on a CPU")
+    if DRY:
+        torch.set_num_threads(1)
+    args.out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    report: Report = {"environment": environment(), "sections": {}}
+    failed = []
+    for name in names:
+        begin = time.perf_counter()
+        try:
+            entry: Report = {"result": SECTIONS[name]()}
+        except Exception:
+            entry = {"error": traceback.format_exc()}
+            failed.append(name)
+        entry["seconds"] = round(time.perf_counter() - begin, 1)
+        report["sections"][name] = entry
+        # Written after every section: a run that is cut off keeps what it has.
+        (args.out / "gpu_ops.json").write_text(json.dumps(report, indent=1, default=str))
+        print(f"{name}: {'FAILED' if name in failed else 'ok'} in {entry['seconds']} s", flush=True)
+        print(json.dumps(entry.get("result", entry.get("error")), default=str)[:2000], flush=True)
+        if not DRY:
+            torch.cuda.empty_cache()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
