@@ -29,6 +29,9 @@ if [ "${NNODES:-1}" != 1 ]; then
   rendezvous=(--nnodes "$NNODES" --rdzv_backend c10d --rdzv_id "${RDZV_ID:-harts}" \
     --rdzv_endpoint "$MASTER_ADDR:${MASTER_PORT:-29500}" ${NODE_RANK:+--node_rank "$NODE_RANK"})
 fi
+# One CPU thread per rank, torchrun's own default for several ranks: small kernels lose more to thread barriers than they
+# gain from threads, and CPU runs are for checking, not for speed.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 exec torchrun --nproc_per_node "${NGPU:-1}" "${rendezvous[@]}" --local-ranks-filter "${LOG_RANK:-0}" \
   --role rank --tee 3 -m harts_titan.train --job.config_file "$config" "$@"

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -77,6 +78,9 @@ def table(title: str, rows: Sequence[tuple[str, Any]], *, to_stderr: bool = Fals
 
 def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None) -> int:
     """Run a command; a user's mistake ends in one line on standard error and exit status 2."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        # As run_train.sh: the small kernels of CPU runs lose more to thread barriers than they gain from threads.
+        torch.set_num_threads(1)
     logging.basicConfig(level=os.environ.get("HARTS_LOG", "WARNING"), format="%(levelname)s %(message)s")
     try:
         return main(sys.argv[1:] if argv is None else argv)
