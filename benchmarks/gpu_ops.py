@@ -43,7 +43,7 @@ from harts_titan.ops.attention.flex import tree_attention_flex
 from harts_titan.ops.attention.reference import tree_attention_path
 from harts_titan.ops.kda import PackedSequences
 from harts_titan.ops.kda.fla_pinned import PINNED
-from harts_titan.ops.kda.triton_op import SCAN_BLOCK_V, SCAN_STAGES, kda_triton, prepare_tables
+from harts_titan.ops.kda.triton_op import SCAN_BLOCK_V, _scan_options, kda_triton, prepare_tables
 from harts_titan.ops.short_conv.triton_op import tap_readers, tree_short_conv_triton
 from harts_titan.tree.plan import CallLayout
 from tests.numerics import kernel_checks as checks
@@ -514,7 +514,7 @@ def environment() -> Report:
         "cuda": torch.version.cuda,
         "settings": {"kda": str(SETTING), "attention": str(ATTENTION), "big_rows": BIG_ROWS, "repeats": REPEATS},
         "pinned": {name: str(config[1:]) for name, config in PINNED.items()},
-        "scan": {"BV": SCAN_BLOCK_V, "stages": SCAN_STAGES},
+        "scan": {"BV": SCAN_BLOCK_V, **_scan_options(torch.device(DEVICE), DTYPE.itemsize)},
     }
 
 

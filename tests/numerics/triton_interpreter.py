@@ -6,6 +6,7 @@ interpreter's and none of the package's:
 * ``for i in range(n)`` yields Python integers there, and fla's state scan calls ``i.to(tl.int64)``;
 * fla re-exports ``tl.gather``, which the interpreter does not replace; fla has a load path for that;
 * it rejects the 'bf16x3' product of fla's safe-gate backward;
+* triton 3.6 makes range bounds with ``int()`` of a one-element array, which numpy 2.4 refuses;
 * it has no driver, which fla asks for the device's shared memory (fla already falls back).
 """
 
@@ -21,6 +22,7 @@ os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
 import fla.ops.common.chunk_delta_h as chunk_delta_h
 import fla.ops.kda.chunk_intra as chunk_intra
 import triton.language as tl
+from triton.runtime import interpreter
 from triton.runtime.interpreter import _implicit_cvt
 
 
@@ -32,3 +34,13 @@ def _tensor_range(*bounds):
 chunk_delta_h.range = _tensor_range
 chunk_intra.IS_GATHER_SUPPORTED = False
 chunk_intra.SAFE_GATE_DOT_PRECISION = tl.constexpr("ieee")
+
+_patch_lang_tensor = interpreter._patch_lang_tensor
+
+
+def _patch_index(tensor, *rest):
+    _patch_lang_tensor(tensor, *rest)
+    tensor.__index__ = lambda self: int(self.handle.data.item())
+
+
+interpreter._patch_lang_tensor = _patch_index

@@ -12,6 +12,7 @@ K key width, V value width.
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import NamedTuple
 
 import numpy as np
@@ -23,9 +24,8 @@ from harts_titan.ops.kda import fla_pinned as fk
 from harts_titan.ops.kda.kernels import fan_in_rows, fan_in_states, state_scan_backward, state_scan_forward
 from harts_titan.ops.kda.sequences import PackedSequences
 
-# Columns of V per program of the state scans, and their pipeline stages; checked with fla's own scan on an H200.
+# Columns of V per program of the state scans, as in fla's own scan.
 SCAN_BLOCK_V = 32
-SCAN_STAGES = 3
 _FAN_BLOCK = 1024
 
 
@@ -172,7 +172,8 @@ def kda_triton(
     """Run KDA over the packed sequences of one call.
 
     HARTS 3.3. Differentiable in every floating input, through the exported states and the external states included.
-    Deterministic: no atomics, and a row's result does not depend on what else is packed.
+    Deterministic: no atomics, and a row's result does not depend on what else is packed. Products of float32 inputs run
+    in TF32 on CUDA.
 
     Args:
         q_YHK: float16, bfloat16 or float32 queries of the path rows (external first), after the short convolution.
@@ -249,8 +250,8 @@ def _check(
     if sequences.num_path_rows != Y:
         raise ValueError(f"q_YHK has {Y} rows, sequences cover {sequences.num_path_rows} path rows")
     for name, width in (("K", K), ("V", V)):
-        if width not in (16, 32, 64, 128, 256):
-            raise ValueError(f"head width {name} = {width} must be a power of two in [16, 256] for the triton backend")
+        if width not in (16, 32, 64, 128):
+            raise ValueError(f"head width {name} = {width} must be 16, 32, 64 or 128 for the triton backend")
     if sequences.chunk_size not in (32, 64):
         raise ValueError(f"chunk_size = {sequences.chunk_size} must be 32 or 64 for the triton backend")
     if not -5.0 <= lower_bound < 0.0:
@@ -262,9 +263,18 @@ def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-def _scan_warps(device: torch.device) -> int:
+@functools.cache
+def _scan_options(device: torch.device, itemsize: int) -> dict[str, int]:
+    """Warps and pipeline stages of the state scans: one choice per device and dtype, whatever the call's sizes."""
+    if device.type != "cuda":
+        return {"num_warps": 4, "num_stages": 1}
+    capability = torch.cuda.get_device_capability(device)
     # Triton before 3.8 races in a tl.dot recurrence on Blackwell with more than two warps.
-    return 2 if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10 else 4
+    warps = 2 if capability[0] >= 10 else 4
+    # The reverse scan at K = 128 takes 168 KiB of shared memory with three stages and 116 KiB with two, as compiled for
+    # sm_90a; 227 KiB are there on 9.x and 10.x, 163 KiB on 8.0, 99 KiB elsewhere. float32 takes twice as much.
+    stages = 3 if capability[0] in (9, 10) else 2 if capability == (8, 0) else 1
+    return {"num_warps": warps, "num_stages": stages if itemsize == 2 else 1}
 
 
 class _Packed(NamedTuple):
@@ -367,8 +377,7 @@ def _scan_forward(
             BT=chunk_size,
             BV=SCAN_BLOCK_V,
             STORE_EXPORTS=first_time,
-            num_warps=_scan_warps(kg.device),
-            num_stages=SCAN_STAGES,
+            **_scan_options(kg.device, kg.element_size()),
         )
     return h, v_new
 
@@ -415,8 +424,7 @@ def _scan_backward(
             V=V,
             BT=chunk_size,
             BV=SCAN_BLOCK_V,
-            num_warps=_scan_warps(kg.device),
-            num_stages=SCAN_STAGES,
+            **_scan_options(kg.device, kg.element_size()),
         )
         if r.num_fans:
             fan_in_states[(r.num_fans * triton.cdiv(size, _FAN_BLOCK),)](
