@@ -201,7 +201,8 @@ def _attention_backward(q, k, v, out, lse, dout, intervals, backward_blocks, siz
             aux_tensors=intervals,
             block_sparse_tensors=_blocks(backward_blocks, sizes[2:]),
         )
-    return dq[0], dk[0], dv[0]
+    # Gradients take the inputs' layouts, which may be permuted views.
+    return dq[0].contiguous(), dk[0].contiguous(), dv[0].contiguous()
 
 
 @_attention_backward.register_fake
