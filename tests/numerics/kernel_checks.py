@@ -229,7 +229,8 @@ def fla_expanded(x: list[Tensor], paths: list[tuple[np.ndarray, int]], setting: 
 
 def relative(value: Tensor, exact: Tensor, scale: Tensor | None = None) -> float:
     """L2 error relative to ``scale`` (default ``exact``)."""
-    value, exact, scale = (t.detach().double().cpu() for t in (value, exact, exact if scale is None else scale))
+    tensors = (value, exact, exact if scale is None else scale)
+    value, exact, scale = (t.detach().to(value.device, torch.float64) for t in tensors)
     assert torch.isfinite(value).all(), "non-finite values"
     return float((value - exact).norm() / scale.norm().clamp_min(1e-30))
 
