@@ -29,7 +29,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import device_type, set_default_dtype
 
-from harts_titan.data import RolloutBatch, apply_overlong, label_aligned, token_aligned
+from harts_titan.data import RolloutBatch, apply_overlong, check_vocabulary, label_aligned, token_aligned
 from harts_titan.models.common.router_losses import update_expert_bias
 from harts_titan.models.train_specs import hugging_face_format
 from harts_titan.ops import OpsBackends
@@ -183,7 +183,8 @@ class Engine:
             batch: the trajectories of the step over all replicas; every rank passes the same batch.
 
         Returns:
-            Metrics by name, the same on every rank: loss, gradient norm, objective, router, plan and token figures.
+            Metrics by name: loss, gradient norm, objective, router, plan and token figures; the same on every rank,
+            but for seconds.
 
         Raises:
             ValueError: If the batch lacks what the objective needs, before any compute.
@@ -218,22 +219,45 @@ class Engine:
             float32 (float64 for a float64 model) (S,), token-aligned; entry 0 of every trajectory is 0.0.
 
         Raises:
-            ValueError: If a trajectory is longer than ``tree.max_tokens``.
+            ValueError: If a trajectory is longer than ``tree.max_tokens`` or has an id the model does not have.
         """
+        check_vocabulary(batch, self.vocab_size)
         batch, _ = apply_overlong(batch, self.config.tree.max_tokens, "error")
         step = self.prepare(batch, None)
         result = self.runner.run(step, backward=False)
         return token_aligned(self._gather(result.logprob_S).numpy(), batch.offsets, 0.0)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the weights as a checkpoint folder that ``from_config(checkpoint=...)`` reads on any number of ranks.
+
+        Args:
+            folder: created if missing; every rank calls this.
+        """
+        dcp.save(self.model.state_dict(), checkpoint_id=str(folder))
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write ``config.json`` and sharded safetensors as published checkpoints have them.
+
+        Args:
+            folder: created if missing; every rank calls this.
+
+        Raises:
+            ValueError: If the model family has no Hugging Face format.
+        """
+        hugging_face_format(self.config.model.name).save(self.model, self.model.model_args, folder)
 
     # --------------------------------------------------------------------------------------------------- preparation
     def check(self, batch: RolloutBatch) -> None:
         """Refuse a batch that an update could not use, before any compute.
 
         Raises:
-            ValueError: Naming the missing column, the episode without a reward, or the trajectory that is too long.
+            ValueError: Naming the missing column, the row whose token id the model does not have, the episode without a
+                reward, or the trajectory that is too long.
         """
+        check_vocabulary(batch, self.vocab_size)
         self.objective.check_inputs(self._columns(batch))
         self._advantages(batch)
+        self._split(batch)
         if self.config.data.overlong == "error":
             apply_overlong(batch, self.config.tree.max_tokens, "error")
 
@@ -298,6 +322,8 @@ class Engine:
             "chunk_size": tree.chunk_size,
             "dp_degree": self.dp_degree,
             "mode": tree.mode,
+            # A model without a short convolution has no taps; the plan then lists each row itself.
+            "num_taps": getattr(self.model.model_args, "num_taps", 1),
         }
         with record_function("harts::plan"):
             plan = plan_step(batch.tokens, batch.offsets, **(options | plan_options))

@@ -104,7 +104,7 @@ class Ops:
     """auto | dense | path | flex | fa4"""
 
     grouped_mm: str = OpsBackends.grouped_mm
-    """auto | torch | loop"""
+    """auto | grouped_mm | loop"""
 
 
 @dataclass
@@ -228,6 +228,14 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Any:
     from torchtitan.config import ConfigManager
 
     module = ["--job.custom_config_module", "harts_titan.job_config"]
-    config = ConfigManager().parse_args(["--job.config_file", path, *module, *overrides])
+    try:
+        config = ConfigManager().parse_args(["--job.config_file", path, *module, *overrides])
+    except SystemExit as error:
+        # The parser has printed what it disliked, or the help that was asked for.
+        if error.code in (0, None):
+            raise
+        raise ValueError(
+            f"the options {list(overrides)} do not fit the configuration; see the message above"
+        ) from error
     validate(config)
     return config

@@ -17,8 +17,10 @@ from torch.profiler import record_function
 
 from harts_titan.data import RolloutBatch
 from harts_titan.models.common.router_losses import (
+    balance,
     expert_counts,
     load_balancing_loss,
+    probability_mass,
     trajectory_load_balancing_loss,
     z_loss,
 )
@@ -49,6 +51,9 @@ class StepResult:
     loss_S: Tensor = field(default_factory=lambda: torch.empty(0))
     """float64. Each position's share of the objective, label-aligned, on the CPU; 0 where nothing is trained."""
     metrics: dict[str, Metric] = field(default_factory=dict)
+    unbalanced: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
+    """Slot -> assignments, probability mass and experts per position, of consumers in several calls whose load-balancing
+    loss is only reported."""
     counts_LE: Tensor | None = None
     """int64 assignments per MoE layer and expert, weighted by multiplicity; None without MoE layers."""
 
@@ -125,6 +130,7 @@ class StepRunner:
                     losses.append(loss_S)
                 if observer is not None:
                     observer(layout, output)
+        parts += [self._late_balance(step, slot, *sums) for slot, sums in result.unbalanced.items()]
         # Read after the last launch: the device is never waited for between calls.
         result.metrics = merge_metrics(parts)
         result.logprob_S = _in_step_order(calls, logprobs, step.totals.positions)
@@ -151,11 +157,18 @@ class StepRunner:
             if output.router:
                 counts_LE = expert_counts(output.router, inputs.multiplicity_T)
                 result.counts_LE = counts_LE if result.counts_LE is None else result.counts_LE + counts_LE
-                z, balance = self._router_losses(step, slot, inputs, output.router, consumer_counts_LE)
-                loss = loss + self.moe.z_loss_coef * z + self.moe.load_balance_coef * balance
+                z, balance_loss = self._router_losses(step, slot, inputs, output.router, consumer_counts_LE)
+                loss = loss + self.moe.z_loss_coef * z + self.moe.load_balance_coef * balance_loss
                 metrics["router/z_loss"] = figure("sum", z, layout.num_positions)
-                if consumer_counts_LE is not None or self._is_whole_consumer(step.plan, slot):
-                    metrics["router/load_balance_loss"] = figure("sum", balance, layout.num_positions)
+                if consumer_counts_LE is None and not self._is_whole_consumer(step.plan, slot):
+                    # Without a gradient the loss of a consumer in several calls is put together after the last one.
+                    mass_LE = probability_mass(output.router, inputs.multiplicity_T).detach()
+                    seen = result.unbalanced.get(slot)
+                    if seen is not None:
+                        counts_LE, mass_LE = seen[0] + counts_LE, seen[1] + mass_LE
+                    result.unbalanced[slot] = (counts_LE, mass_LE, output.router[0].topk_TA.shape[1])
+                else:
+                    metrics["router/load_balance_loss"] = figure("sum", balance_loss, layout.num_positions)
         with record_function("harts::backward"):
             loss.backward()
         return metrics, objective.loss_S
@@ -172,10 +185,15 @@ class StepRunner:
         if self.moe.load_balance_scope == "trajectory":
             return z, trajectory_load_balancing_loss(router, inputs.statistics, num_positions=step_positions)
         positions = sum(call.num_positions for call in step.plan.consumer(self.dp_rank, slot).calls)
-        balance = load_balancing_loss(
+        whole = load_balancing_loss(
             router, inputs.multiplicity_T, num_positions=positions, counts_LE=consumer_counts_LE
         )
-        return z, balance * (positions / step_positions)
+        return z, whole * (positions / step_positions)
+
+    def _late_balance(self, step: Step, slot: int, counts_LE: Tensor, mass_LE: Tensor, top_k: int) -> dict[str, Metric]:
+        positions = sum(call.num_positions for call in step.plan.consumer(self.dp_rank, slot).calls)
+        loss = balance(counts_LE, mass_LE, top_k=top_k, num_positions=positions) * (positions / step.totals.positions)
+        return {"router/load_balance_loss": figure("sum", loss, positions)}
 
     def _consumer_counts(self, plan: StepPlan, slot: int) -> Tensor | None:
         """Return the assignment counts of a consumer that runs in several calls, None if one call sees them all.

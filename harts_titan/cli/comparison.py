@@ -17,7 +17,6 @@ from torch import Tensor
 
 from harts_titan.engine import Engine
 from harts_titan.models.common.tree_inputs import TreeInputs
-from harts_titan.models.ling.attention import KDACore
 from harts_titan.step import Step
 from harts_titan.tree import CallLayout
 
@@ -86,12 +85,17 @@ def _captured(model: Any, record: Recorded, *, cores: bool) -> Iterator[None]:
     handles = [model.output.register_forward_pre_hook(on_head), model.output.register_forward_hook(after_head)]
     handles += [layer.register_forward_pre_hook(on_layer(name)) for name, layer in model.layers.items()]
     if cores:
-        handles += [m.register_forward_hook(on_core) for m in model.modules() if isinstance(m, KDACore)]
+        handles += [core.register_forward_hook(on_core) for core in _cores(model)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _cores(model: Any) -> list[Any]:
+    """Return the linear-attention cores of a model; none in a family without linear attention."""
+    return model.linear_attention_cores() if hasattr(model, "linear_attention_cores") else []
 
 
 def execute(engine: Engine, step: Step, *, cores: bool = False) -> Recorded:
@@ -152,7 +156,7 @@ def cores_bit_equal(engine: Engine, shared: Recorded, step_expanded: Step) -> tu
     Returns:
         Whether all outputs are equal, and the number of output elements compared.
     """
-    modules = [m for m in engine.model.modules() if isinstance(m, KDACore)]
+    modules = _cores(engine.model)
     equal, compared = True, 0
     plan = step_expanded.plan
     for slot in range(plan.num_slots):

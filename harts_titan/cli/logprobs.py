@@ -24,8 +24,9 @@ _SUFFIXES = (".parquet", ".jsonl")
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="harts-logprobs",
-        description="Write token-aligned log-probs of every trajectory, rows in input order (entry 0 is 0.0). "
-        "Unknown options of the form --section.field value override the configuration.",
+        description="Write token-aligned log-probs of every trajectory, rows in input order (entry 0 is 0.0). A "
+        "'logprobs' column of the input is replaced. Unknown options of the form --section.field value override the "
+        "configuration.",
     )
     parser.add_argument("config", help="TOML configuration; section [tree] says how rows are packed")
     parser.add_argument("--rollouts", required=True, metavar="FILE", help="rollouts to score")
@@ -35,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
         "--checkpoint", default="", metavar="DIR", help="take weights from a training checkpoint (step-N)"
     )
     parser.add_argument(
-        "--dtype", choices=("float64", "float32", "bfloat16"), default="", help="default: training.dtype"
+        "--dtype", choices=("float64", "float32", "bfloat16"), default="", help="default: as the configuration trains"
     )
     parser.add_argument(
         "--batch", type=int, default=256, metavar="N", help="trajectories planned together (default %(default)s)"

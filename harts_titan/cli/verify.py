@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -52,7 +51,7 @@ BARS = {
     # 1e-10 / 1e-9 allow for the reordered float64 sums of thousands of terms.
     "float64": Bars(logprob=1e-10, grad=1e-9, scalar=1e-9, min_cosine=0.9997, rerun_factor=None),
     # Judged on positions whose whole path routes equally; a flip near a tie is counted, not judged.
-    "float32": Bars(logprob=1e-5, grad=None, scalar=1e-4, min_cosine=0.9997, rerun_factor=None),
+    "float32": Bars(logprob=1e-5, grad=1e-3, scalar=1e-4, min_cosine=0.9997, rerun_factor=None),
     "bfloat16": Bars(logprob=None, grad=None, scalar=None, min_cosine=0.9997, rerun_factor=1.1),
 }
 
@@ -117,7 +116,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("config", help="TOML configuration")
     parser.add_argument("--rollouts", metavar="FILE", help="rollouts to use instead of data.path")
-    parser.add_argument("--dtype", choices=tuple(BARS), default="", help="default: training.dtype")
+    parser.add_argument(
+        "--dtype",
+        choices=tuple(BARS),
+        default="",
+        help="default: training.mixed_precision_param, what the model computes in",
+    )
     parser.add_argument("--hf-dir", default="", metavar="DIR", help="take model and weights from a Hugging Face folder")
     parser.add_argument(
         "--steps", type=int, default=0, metavar="N", help="verify the first N steps (default: one epoch)"
@@ -177,7 +181,8 @@ def verify(engine: Engine, dataset: RolloutDataset, *, steps: int, dtype: str) -
         "compression": stats["original_tokens"] / stats["compact_tokens"],
         "rows_executed": rows,
         **_figures(shared, ""),
-        "core_bit_equal": core_equal,
+        # None: the model has no linear-attention core.
+        "core_bit_equal": core_equal if core_elements else None,
         "core_elements_compared": core_elements,
         "rerun": _figures(rerun, ""),
     }
@@ -208,6 +213,7 @@ def _figures(d: Differences, prefix: str) -> dict[str, Any]:
 def failures(result: dict[str, Any], bars: Bars) -> list[str]:
     """Return one line per bar that the figures of :func:`verify` miss; NaN misses every bar."""
     found = []
+    exact = result["dtype"] == "float64"
 
     def at_most(name: str, bar: float | None) -> None:
         if bar is not None and not result[name] <= bar:
@@ -215,25 +221,31 @@ def failures(result: dict[str, Any], bars: Bars) -> list[str]:
 
     at_most("max_logprob_diff_same_routing", bars.logprob)
     at_most("max_entropy_diff_same_routing", bars.logprob)
-    at_most("max_grad_rel_diff", bars.grad)
+    if not math.isfinite(result["max_grad_rel_diff"]):
+        found.append(f"the gradient of {result['worst_parameter']} differs by {result['max_grad_rel_diff']}")
+    elif exact or result["positions_with_routing_flips"] == 0:
+        # A flipped expert gives another expert's weights a gradient: not a rounding difference.
+        at_most("max_grad_rel_diff", bars.grad)
     for name in ("loss_rel_diff", "z_loss_rel_diff", "load_balance_loss_rel_diff"):
         at_most(name, bars.scalar)
     if not result["mean_token_cosine"] >= bars.min_cosine:
         found.append(f"mean_token_cosine = {result['mean_token_cosine']:.6f}, at least {bars.min_cosine} is needed")
     if result["positions_with_routing_flips"] == 0 and not result["expert_counts_equal"]:
         found.append("expert counts differ although every position routed equally")
-    if bars.logprob == BARS["float64"].logprob:
+    if exact:
         at_most("max_logprob_diff", bars.logprob)
         if not result["expert_counts_equal"]:
             found.append("expert counts differ")
-    if result["mode"] == "compact" and not result["core_bit_equal"]:
+    if result["mode"] == "compact" and result["core_bit_equal"] is False:
         found.append("linear-attention core outputs are not bit-equal to the per-trajectory run")
     if bars.rerun_factor is not None:
-        kl, again = result["mean_symmetric_kl"], result["rerun"]["mean_symmetric_kl"]
-        if not kl <= bars.rerun_factor * again:
-            found.append(
-                f"mean_symmetric_kl = {kl:.3g}, at most {bars.rerun_factor} x the re-run's {again:.3g} is accepted"
-            )
+        for name, error in (
+            ("mean_symmetric_kl", lambda figures: figures["mean_symmetric_kl"]),
+            ("1 - mean_token_cosine", lambda figures: 1.0 - figures["mean_token_cosine"]),
+        ):
+            ours, again = error(result), error(result["rerun"])
+            if not ours <= bars.rerun_factor * again:
+                found.append(f"{name} = {ours:.3g}, at most {bars.rerun_factor} x the re-run's {again:.3g} is accepted")
     original, rows = result["original_tokens"], result["rows_executed"]
     for name, want in (("shared", result["compact_tokens"]), ("expanded", original), ("rerun", original)):
         if rows[name] != want:
@@ -250,14 +262,13 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(options.config, [*common.config_overrides(options), *overrides, *fixed])
     if config.tree.mode == "expanded":
         raise ValueError("tree.mode = 'expanded' has nothing to verify; use 'compact' or 'nodewise'")
-    dtype = options.dtype or config.training.dtype
+    dtype = options.dtype or config.training.mixed_precision_param
     engine = Engine.from_config(config, hf_dir=options.hf_dir, dtype=dtype, with_optimizer=False)
     data = config.data
     batch = rollouts_from_config(data, vocab_size=engine.vocab_size)
     dataset = RolloutDataset(
         batch, trajectories_per_step=data.trajectories_per_step, shuffle=data.shuffle, seed=data.seed
     )
-    np.random.seed(0)
     result = verify(engine, dataset, steps=options.steps, dtype=dtype)
     common.write_json(result, options.json)
     shown = [

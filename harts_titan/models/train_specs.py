@@ -21,12 +21,14 @@ from harts_titan.models import ling
 
 @dataclass(frozen=True)
 class HuggingFaceFormat:
-    """How a model family reads Hugging Face folders."""
+    """How a model family reads and writes Hugging Face folders."""
 
     read_args: Callable[[str | Path], Any]
     """``config.json`` (path) -> model args."""
     load: Callable[[nn.Module, Any, str | Path], None]
-    """Fill a model from a folder of safetensors."""
+    """Fill a model (model, args, folder) from a folder of safetensors."""
+    save: Callable[[nn.Module, Any, str | Path], None]
+    """Write a model (model, args, folder) to a folder."""
 
 
 _HUGGING_FACE: dict[str, HuggingFaceFormat] = {}
@@ -71,4 +73,4 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
 
 
 ling.register(build_dataloader)
-register_hugging_face(ling.NAME, HuggingFaceFormat(ling.from_hf_config, ling.load_hf))
+register_hugging_face(ling.NAME, HuggingFaceFormat(ling.from_hf_config, ling.load_hf, ling.save_hf))

@@ -19,14 +19,11 @@ RESHARD_POLICIES = ("default", "always", "never")
 def single_rank_mesh(device_type: str) -> DeviceMesh:
     """Return a mesh of this one process, for a model that is sharded only to keep float32 master weights.
 
-    Raises:
-        ValueError: If no process group exists.
+    Starts a process group of one rank if there is none, so that an engine outside a launcher can be sharded as well.
     """
     if not dist.is_initialized():
-        raise ValueError(
-            "mixed precision keeps float32 master weights through fully_shard, which needs a process group: call "
-            "torch.distributed.init_process_group first, or set training.mixed_precision_param to training.dtype"
-        )
+        backend = "nccl" if device_type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     return init_device_mesh(device_type, (1,), mesh_dim_names=("fsdp",))
 
 

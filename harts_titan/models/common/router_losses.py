@@ -99,12 +99,34 @@ def load_balancing_loss(
         return torch.zeros((), device=multiplicity_T.device)
     if counts_LE is None:
         counts_LE = expert_counts(router, multiplicity_T)
-    total = router[0].logits_TE.new_zeros(())
-    for routed, count_E in zip(router, counts_LE, strict=True):
-        mass_E = (_probabilities(routed) * multiplicity_T[:, None]).sum(dim=0)
-        scale = routed.logits_TE.shape[1] / (routed.topk_TA.shape[1] * num_positions)
-        total = total + scale * (count_E.to(mass_E.dtype) * mass_E).sum() / num_positions
-    return total
+    mass_LE = probability_mass(router, multiplicity_T)
+    return balance(counts_LE, mass_LE, top_k=router[0].topk_TA.shape[1], num_positions=num_positions)
+
+
+def probability_mass(router: Sequence[RouterOutput], multiplicity_T: Tensor) -> Tensor:
+    """Sum of ``score_e / sum(score)`` over the expanded positions of one call.
+
+    Args:
+        router: Outputs of the MoE layers, at least one.
+        multiplicity_T: int64 positions that share each row.
+
+    Returns:
+        (number of MoE layers, E), at least float32, differentiable. Sums over the calls of a consumer are its own.
+    """
+    return torch.stack([(_probabilities(routed) * multiplicity_T[:, None]).sum(dim=0) for routed in router])
+
+
+def balance(counts_LE: Tensor, mass_LE: Tensor, *, top_k: int, num_positions: int) -> Tensor:
+    """Combine assignment counts and probability mass into the load-balancing loss, summed over layers.
+
+    Args:
+        counts_LE: int64 assignments of the whole consumer.
+        mass_LE: Probability mass of the whole consumer, or of one of its calls for that call's share.
+        top_k: A.
+        num_positions: S of the consumer.
+    """
+    scale = counts_LE.shape[1] / (top_k * num_positions**2)
+    return scale * (counts_LE.to(mass_LE.dtype) * mass_LE).sum()
 
 
 def trajectory_load_balancing_loss(

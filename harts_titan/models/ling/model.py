@@ -180,6 +180,10 @@ class Ling(ModelProtocol):
     def _blocks(self) -> list[TransformerBlock]:
         return cast("list[TransformerBlock]", list(self.layers.values()))
 
+    def linear_attention_cores(self) -> list[KDACore]:
+        """Cores of the KDA layers in layer order: ``core(q, k, v, f, b, inputs, count) -> o``."""
+        return [module for module in self.modules() if isinstance(module, KDACore)]
+
     def rows_executed(self) -> dict[str, int]:
         """Rows executed since the last reset, counted in the layers; recomputations are not counted.
 
