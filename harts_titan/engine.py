@@ -242,9 +242,13 @@ class Engine:
             folder: created if missing; every rank calls this.
 
         Raises:
-            ValueError: If the model family has no Hugging Face format.
+            ValueError: If the model family cannot write Hugging Face folders.
         """
-        hugging_face_format(self.config.model.name).save(self.model, self.model.model_args, folder)
+        name = self.config.model.name
+        save = hugging_face_format(name).save
+        if save is None:
+            raise ValueError(f"model.name = '{name}' reads Hugging Face folders but cannot write them; use Engine.save")
+        save(self.model, self.model.model_args, folder)
 
     # --------------------------------------------------------------------------------------------------- preparation
     def check(self, batch: RolloutBatch) -> None:

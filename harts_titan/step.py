@@ -52,8 +52,8 @@ class StepResult:
     """float64. Each position's share of the objective, label-aligned, on the CPU; 0 where nothing is trained."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     unbalanced: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
-    """Slot -> assignments, probability mass and experts per position, of consumers in several calls whose load-balancing
-    loss is only reported."""
+    """Slot -> assignments, probability mass and experts per position of consumers in several calls whose balance
+    loss is only reported, not optimised."""
     counts_LE: Tensor | None = None
     """int64 assignments per MoE layer and expert, weighted by multiplicity; None without MoE layers."""
 

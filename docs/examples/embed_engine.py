@@ -19,7 +19,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from tensordict import TensorDict
 
 from harts_titan.data import check_vocabulary, from_padded, to_padded
@@ -108,7 +107,7 @@ def train(folder: Path, *, iterations: int = 2) -> list[dict[str, float]]:
         padded["advantages"] = advantage_N[:, None] * padded["response_mask"]
         history.append(policy.update(from_padded(padded)))
     # Collective: every rank writes its shards.
-    dcp.save(policy.model.state_dict(), checkpoint_id=folder / "weights")
+    policy.save(folder / "weights")
     restored = Engine.from_config(config, checkpoint=str(folder / "weights"), with_optimizer=False)
     assert torch.equal(log_probs(restored, padded), log_probs(policy, padded))
     return history

@@ -51,7 +51,7 @@ BARS = {
     # 1e-10 / 1e-9 allow for the reordered float64 sums of thousands of terms.
     "float64": Bars(logprob=1e-10, grad=1e-9, scalar=1e-9, min_cosine=0.9997, rerun_factor=None),
     # Judged on positions whose whole path routes equally; a flip near a tie is counted, not judged.
-    "float32": Bars(logprob=1e-5, grad=1e-3, scalar=1e-4, min_cosine=0.9997, rerun_factor=None),
+    "float32": Bars(logprob=1e-5, grad=1e-4, scalar=1e-4, min_cosine=0.9997, rerun_factor=None),
     "bfloat16": Bars(logprob=None, grad=None, scalar=None, min_cosine=0.9997, rerun_factor=1.1),
 }
 

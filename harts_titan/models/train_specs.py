@@ -27,8 +27,8 @@ class HuggingFaceFormat:
     """``config.json`` (path) -> model args."""
     load: Callable[[nn.Module, Any, str | Path], None]
     """Fill a model (model, args, folder) from a folder of safetensors."""
-    save: Callable[[nn.Module, Any, str | Path], None]
-    """Write a model (model, args, folder) to a folder."""
+    save: Callable[[nn.Module, Any, str | Path], None] | None = None
+    """Write a model (model, args, folder) to a folder; None = it cannot."""
 
 
 _HUGGING_FACE: dict[str, HuggingFaceFormat] = {}
