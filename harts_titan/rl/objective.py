@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import harts_titan.rl.objectives  # noqa: F401  registers the built-in objectives
+from harts_titan.ops.dtypes import wide_dtype
 from harts_titan.rl.advantages import trajectory_advantages
 from harts_titan.rl.aggregation import position_coefficients
 from harts_titan.rl.config import OBJECTIVE_DEFAULT, ObjectiveConfig, check_sequence_norm
@@ -167,7 +168,7 @@ class Objective:
         trained_S = positions.mask_S
         coefficient_S = position_coefficients(positions, totals, self.config)
         # Log-probs of 16-bit type would make the ratio of unchanged weights differ from 1 by their rounding.
-        logprob_S = torch.where(trained_S, logprob_S, 0.0).to(torch.promote_types(logprob_S.dtype, torch.float32))
+        logprob_S = torch.where(trained_S, logprob_S, 0.0).to(wide_dtype(logprob_S.dtype))
         term = self.spec.term(logprob_S, positions, self.config)
         policy_S = term.loss_S
         metrics = {"trained_tokens": Metric.over("sum", trained_S, trained_S), **term.metrics}

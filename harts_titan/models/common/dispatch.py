@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from harts_titan.models.common.dtypes import wide_dtype
+from harts_titan.ops.dtypes import wide_dtype
 
 
 class Routes(NamedTuple):

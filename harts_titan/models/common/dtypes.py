@@ -1,20 +1,12 @@
-"""Precision rules every layer follows.
-
-A model is built and moved in one dtype; arithmetic that would lose too much in 16 bits runs in float32, and nothing
-that is already wider is narrowed, so the same code runs in bfloat16, float32 and float64.
-"""
+"""Modules whose parameters stay wide when the model around them is cast; the rule is :mod:`harts_titan.ops.dtypes`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for norms, gates, router logits and sums: at least float32."""
-    return torch.promote_types(dtype, torch.float32)
+from harts_titan.ops.dtypes import wide_dtype
 
 
 class WideModule(nn.Module):

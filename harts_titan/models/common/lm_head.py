@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harts_titan.models.common.dtypes import wide_dtype
+from harts_titan.ops.dtypes import wide_dtype
 from harts_titan.ops.logprob import linear_logprobs
 
 

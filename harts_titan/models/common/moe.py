@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harts_titan.models.common.dispatch import build_routes, combine, dispatch
-from harts_titan.models.common.dtypes import WideModule, wide_dtype
+from harts_titan.models.common.dtypes import WideModule
 from harts_titan.models.common.feed_forward import FeedForward, swiglu
+from harts_titan.ops.dtypes import wide_dtype
 from harts_titan.ops.grouped_mm import grouped_mm
 
 

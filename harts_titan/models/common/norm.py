@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from harts_titan.models.common.dtypes import wide_dtype
+from harts_titan.ops.dtypes import wide_dtype
 
 
 def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

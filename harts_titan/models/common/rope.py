@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from harts_titan.models.common.dtypes import wide_dtype
+from harts_titan.ops.dtypes import wide_dtype
 
 
 def rope_tables(position_T: Tensor, *, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from harts_titan.models.common.dtypes import WideModule, wide_dtype
+from harts_titan.models.common.dtypes import WideModule
 from harts_titan.models.common.norm import GatedRMSNorm, RMSNorm
 from harts_titan.models.common.rope import apply_rope
 from harts_titan.models.common.tree_inputs import TreeInputs
 from harts_titan.models.ling.config import LingArgs
 from harts_titan.ops.attention import tree_attention
+from harts_titan.ops.dtypes import wide_dtype
 from harts_titan.ops.kda import kda
 from harts_titan.ops.short_conv import tree_short_conv
 

@@ -18,10 +18,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from harts_titan.models.common.dtypes import wide_dtype
 from harts_titan.models.ling.config import LingArgs
 from harts_titan.models.ling.hf_config import to_hf_config
 from harts_titan.models.ling.hf_keys import HfEntry, check_keys, hf_entries
+from harts_titan.ops.dtypes import wide_dtype
 from harts_titan.parallel.sharding import copy_from_full_, copy_row_from_full_, full_tensor
 
 logger = logging.getLogger(__name__)

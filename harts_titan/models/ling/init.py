@@ -8,8 +8,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from harts_titan.models.common.dtypes import wide_dtype
 from harts_titan.models.ling.config import LingArgs
+from harts_titan.ops.dtypes import wide_dtype
 from harts_titan.parallel.sharding import copy_from_full_
 
 _SLOWEST_DECAY, _FASTEST_DECAY = 1e-3, 0.5

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from harts_titan.ops.backend import AUTO, choose
+from harts_titan.ops.dtypes import wide_dtype
 from harts_titan.ops.kda.reference import kda_recurrent, kda_reference
 from harts_titan.ops.kda.sequences import PackedSequences
 
@@ -101,6 +101,7 @@ def _check(
         return
     if tuple(external.shape) != state_shape:
         raise ValueError(f"external_state has shape {tuple(external.shape)}, expected {state_shape}")
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if external.dtype != wide:
-        raise ValueError(f"external_state is {external.dtype}, expected {wide}: states are never rounded")
+    if external.dtype != wide_dtype(q.dtype):
+        raise ValueError(
+            f"external_state is {external.dtype}, expected {wide_dtype(q.dtype)}: states are never rounded"
+        )

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harts_titan.ops.dtypes import wide_dtype
+
 IGNORED_LABEL = -100
 
 _BLOCK_ELEMENTS = 1 << 26
@@ -110,10 +112,6 @@ def _blocks(num_rows: int, rows_per_block: int) -> list[tuple[int, int]]:
     return [(a, min(a + rows_per_block, num_rows)) for a in range(0, num_rows, rows_per_block)]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _forward_block(
     z_RW: Tensor, first: int, block: int, positions: _Positions, logprob_S: Tensor, lse_T: Tensor, entropy_T: Tensor
 ) -> None:
@@ -164,7 +162,7 @@ class _RecoverLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, row_S, label_S):
         num_rows, vocab = logits.shape
-        dtype = _wide(logits.dtype)
+        dtype = wide_dtype(logits.dtype)
         ctx.rows_per_block = max(1, _BLOCK_ELEMENTS // max(vocab, 1))
         positions = _sort_positions(row_S, label_S, num_rows, ctx.rows_per_block)
         logprob = logits.new_zeros(label_S.shape, dtype=dtype)
@@ -192,7 +190,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden, weight, row_S, label_S, rows_per_chunk):
         num_rows = hidden.shape[0]
-        dtype = _wide(hidden.dtype)
+        dtype = wide_dtype(hidden.dtype)
         positions = _sort_positions(row_S, label_S, num_rows, rows_per_chunk)
         logprob = hidden.new_zeros(label_S.shape, dtype=dtype)
         lse, entropy = (hidden.new_zeros(num_rows, dtype=dtype) for _ in range(2))
