@@ -29,10 +29,6 @@ class OverlongCounts:
     lost_trained_tokens: int = 0
     """Of those, tokens the loss mask would have trained."""
 
-    def as_metrics(self) -> dict[str, float]:
-        """Return the counts under the names the metrics use."""
-        return {f"data/overlong_{name}": float(value) for name, value in dataclasses.asdict(self).items()}
-
 
 def apply_overlong(batch: RolloutBatch, capacity: int, policy: str) -> tuple[RolloutBatch, OverlongCounts]:
     """Refuse, drop or cut the trajectories that cannot fit into a microbatch.

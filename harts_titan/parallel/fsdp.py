@@ -96,11 +96,6 @@ def _sum_gradients(model: nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ``fully_shard`` was applied to the model."""
-    return isinstance(model, FSDPModule)
-
-
 def set_last_backward(model: nn.Module, last: bool) -> None:
     """Say, before every backward call of a step, whether it is the step's last.
 

@@ -16,7 +16,6 @@ AGGREGATIONS = (
 )
 ADVANTAGES = ("given", "group_relative", "group_mean", "reward")
 KL_ESTIMATORS = ("k1", "k2", "k3")
-KL_PLACES = ("loss",)
 MISSING_OLD_LOGPROBS = ("compute", "error")
 OBJECTIVE_DEFAULT = -1.0
 
@@ -51,13 +50,11 @@ class ObjectiveConfig:
     """Dimensionless, > 1. Upper bound of the ratio where the advantage is negative (dual-clip PPO); 0 = off."""
 
     kl_coef: float = 0.0
-    """Per nat. Weight of the KL divergence to the reference policy in the loss; 0 = off. Needs ``ref_logprobs``."""
+    """Per nat. Weight of the KL divergence to the reference policy, a term of the loss; 0 = off. Needs
+    ``ref_logprobs``. Rewards are never changed by it."""
 
     kl_estimator: str = "k3"
     """Estimator of the KL to the reference: k1 | k2 | k3. See docs/objectives.md for what their gradients estimate."""
-
-    kl_in: str = "loss"
-    """Where the KL enters. Only "loss" exists: a term of the loss, not a change of the rewards."""
 
     entropy_coef: float = 0.0
     """Per nat. Weight of the entropy bonus, which is subtracted from the loss; 0 = off."""
@@ -89,7 +86,6 @@ class ObjectiveConfig:
         _one_of("aggregation", self.aggregation, ("", *AGGREGATIONS))
         _one_of("advantage", self.advantage, ("", *ADVANTAGES))
         _one_of("kl_estimator", self.kl_estimator, KL_ESTIMATORS)
-        _one_of("kl_in", self.kl_in, KL_PLACES)
         _one_of("missing_old_logprobs", self.missing_old_logprobs, MISSING_OLD_LOGPROBS)
         for name in ("kl_coef", "entropy_coef", "tis_cap", "sequence_norm_tokens"):
             value = getattr(self, name)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 OPTIONAL_FIELDS = ("advantage_S", "old_logprob_S", "ref_logprob_S", "sampler_logprob_S", "weight_S")
@@ -239,27 +238,6 @@ class StepTotals:
             trained_trajectories=int(np.count_nonzero(trained_N)),
             trained_tokens_N=tuple(trained_N.tolist()),
         )
-
-    def __add__(self, other: StepTotals) -> StepTotals:
-        """Return the totals of two disjoint sets of trajectories."""
-        return StepTotals(
-            **{field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        )
-
-    def all_reduce(self, group: dist.ProcessGroup | None = None) -> StepTotals:
-        """Add the totals of ranks that each counted only their own trajectories, in rank order.
-
-        Not to be called where every rank counted the whole step. Collective over ``group``; without an initialised
-        process group the totals are returned unchanged.
-        """
-        if not (dist.is_available() and dist.is_initialized()):
-            return self
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, self, group=group)
-        total = parts[0]
-        for part in parts[1:]:
-            total = total + part
-        return total
 
 
 def _checked_mask(mask_S: np.ndarray, offsets_N1: np.ndarray) -> np.ndarray:

@@ -7,7 +7,15 @@ import logging
 import numpy as np
 import pytest
 
-from harts_titan.data import RolloutBatch, apply_overlong, check_vocabulary, densify_ids, read_rollouts, write_rollouts
+from harts_titan.data import (
+    OverlongCounts,
+    RolloutBatch,
+    apply_overlong,
+    check_vocabulary,
+    densify_ids,
+    read_rollouts,
+    write_rollouts,
+)
 
 
 def batch():
@@ -24,7 +32,7 @@ def batch():
 def test_what_fits_is_untouched():
     whole = batch()
     kept, counts = apply_overlong(whole, 6, "error")
-    assert kept is whole and set(counts.as_metrics().values()) == {0.0}
+    assert kept is whole and counts == OverlongCounts()
 
 
 def test_error_names_rows_lengths_and_settings():
@@ -41,7 +49,6 @@ def test_drop_leaves_whole_trajectories_out_and_counts(caplog):
         kept, counts = apply_overlong(batch(), 4, "drop")
     assert kept.episode_id == ["a", "c"] and kept.num_dropped == 1
     assert (counts.dropped, counts.truncated, counts.lost_tokens, counts.lost_trained_tokens) == (1, 0, 6, 2)
-    assert counts.as_metrics()["data/overlong_dropped"] == 1.0
     assert "data.overlong = drop: 1 of 3 trajectories exceed 4 tokens (longest 6); 6 tokens lost" in caplog.text
 
 

@@ -15,7 +15,6 @@ from harts_titan.rl import ObjectiveConfig, PositionBatch, StepTotals, build_obj
         ({"aggregation": "mean"}, r"rl\.aggregation is 'mean'; it must be one of '', 'token_mean'"),
         ({"advantage": "gae"}, r"rl\.advantage is 'gae'"),
         ({"kl_estimator": "k4"}, r"rl\.kl_estimator is 'k4'; it must be one of 'k1', 'k2', 'k3'"),
-        ({"kl_in": "reward"}, r"rl\.kl_in is 'reward'; it must be one of 'loss'"),
         ({"missing_old_logprobs": "zero"}, r"rl\.missing_old_logprobs is 'zero'"),
         ({"kl_coef": -0.1}, r"rl\.kl_coef is -0\.1; it must be finite and >= 0"),
         ({"entropy_coef": float("nan")}, r"rl\.entropy_coef is nan"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -40,8 +41,8 @@ def test_totals_of_parts_add_up():
     whole = StepTotals.from_arrays(MASK, OFFSETS)
     first = StepTotals.from_arrays(MASK[:4], OFFSETS[:2])
     rest = StepTotals.from_arrays(MASK[4:], OFFSETS[1:] - 4)
-    assert first + rest == whole
-    assert whole.all_reduce() == whole
+    for field in dataclasses.fields(StepTotals):
+        assert getattr(first, field.name) + getattr(rest, field.name) == getattr(whole, field.name), field.name
 
 
 def test_empty_step():
@@ -125,8 +126,8 @@ def test_all_reduce_without_process_group_is_identity():
 
 
 RANK_PROGRAM = """
-import sys, numpy as np, torch, torch.distributed as dist
-from harts_titan.rl import Metric, StepTotals, all_reduce_metrics, metric_values
+import sys, torch, torch.distributed as dist
+from harts_titan.rl import Metric, all_reduce_metrics, metric_values
 rank = int(sys.argv[1])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=3)
 every = torch.ones(1, dtype=torch.bool)
@@ -139,10 +140,6 @@ if rank == 2:
     metrics = dict(reversed(metrics.items()))
 values = metric_values(all_reduce_metrics(metrics))
 assert values == {"mean": 1.0 / 3, "max": 1e16, "only_here": 1.0}, values
-mask = [np.array([True, False]), np.zeros(0, dtype=bool), np.array([True, True, False, False])][rank]
-offsets = [np.array([0, 2]), np.array([0]), np.array([0, 3, 4])][rank]
-totals = StepTotals.from_arrays(mask, offsets).all_reduce()
-assert totals == StepTotals(6, 3, 3, 3.0, 2, (1, 2, 0)), totals
 dist.destroy_process_group()
 """
 
