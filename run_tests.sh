@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Check and test: ./run_tests.sh [pytest arguments]
 #
-# Without arguments: ruff, import-linter, mypy, then all tests on two workers. With arguments: pytest with them.
+# Without arguments: the pre-commit hooks (ruff, import-linter, mypy), then all tests on two workers. With arguments:
+# pytest with them.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . scripts/environment.sh "dev"
@@ -9,8 +10,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ $# -gt 0 ]; then
   exec python -m pytest "$@"
 fi
-ruff check .
-ruff format --check .
-lint-imports
-mypy
+# ruff, ruff format, import-linter and mypy: the hooks of .pre-commit-config.yaml
+pre-commit run --all-files
 python -m pytest -n "${HARTS_TEST_WORKERS:-2}" --dist worksteal --durations 15

@@ -108,6 +108,15 @@ class Ops:
 
 
 @dataclass
+class Model:
+    """Overrides of torchtitan's defaults."""
+
+    hf_assets_path: str = "."
+    """Folder of Hugging Face assets for torchtitan's own loading (`checkpoint.initial_load_in_hf`). Rollouts are token
+    ids: no tokenizer is needed."""
+
+
+@dataclass
 class ActivationCheckpoint:
     """Activation recomputation; torchtitan's selective modes do not survive sharded experts on torch 2.13."""
 
@@ -132,6 +141,7 @@ class JobConfig:
     rl: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     moe: Moe = field(default_factory=Moe)
     ops: Ops = field(default_factory=Ops)
+    model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 
