@@ -24,6 +24,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from harts_titan.models.common.feed_forward import FeedForward
 from harts_titan.models.common.lm_head import LMHead
+from harts_titan.models.common.no_loss import build_no_loss
 from harts_titan.models.common.norm import RMSNorm
 from harts_titan.models.common.rope import apply_rope, rope_tables
 from harts_titan.models.common.tree_inputs import TreeInputs
@@ -135,15 +136,6 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
         dtype = getattr(torch, job_config.training.dtype)
         shard_model(model, parallel_dims.get_mesh("fsdp"), param_dtype=dtype, reduce_dtype=dtype)
     return model
-
-
-def build_no_loss(job_config: Any, **kwargs: Any) -> Any:
-    """Build the loss torchtitan asks for and the engine never calls: objectives are computed from log-probs."""
-
-    def refuse(*args: Any) -> Any:
-        raise RuntimeError("objectives are computed from log-probabilities; there is no logits loss")
-
-    return refuse
 
 
 def read_args(config_json: str | Path) -> TinyArgs:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
 from harts_titan.data import RolloutLoader, build_loader
 from harts_titan.data.source import rollouts_from_config
@@ -72,5 +72,5 @@ def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_confi
     )
 
 
-ling.register(build_dataloader)
+register_train_spec(ling.NAME, ling.make_train_spec(build_dataloader))
 register_hugging_face(ling.NAME, HuggingFaceFormat(ling.from_hf_config, ling.load_hf, ling.save_hf))
