@@ -1,6 +1,6 @@
 """Rollout intake: files, padded batches, checks, over-long rows, and training steps that resume exactly."""
 
-from harts_titan.data.batch import IGNORE_INDEX, RolloutBatch, label_aligned, token_aligned
+from harts_titan.data.batch import RolloutBatch, label_aligned, token_aligned
 from harts_titan.data.densify import check_vocabulary, densify_ids
 from harts_titan.data.files import read_rollouts, resolve_files
 from harts_titan.data.loader import RolloutDataset, RolloutLoader, build_loader
@@ -9,7 +9,6 @@ from harts_titan.data.padded import from_padded, to_padded
 from harts_titan.data.writer import write_rollouts
 
 __all__ = [
-    "IGNORE_INDEX",
     "OverlongCounts",
     "RolloutBatch",
     "RolloutDataset",

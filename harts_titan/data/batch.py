@@ -14,9 +14,7 @@ from typing import Any
 import numpy as np
 
 from harts_titan.data.problems import Problems
-
-IGNORE_INDEX = -100
-"""Label of a position that predicts nothing."""
+from harts_titan.ops.logprob import IGNORED_LABEL
 
 LOGPROB_FIELDS = ("logprobs", "old_logprobs", "ref_logprobs")
 TOKEN_FIELDS = (*LOGPROB_FIELDS, "advantages", "weights")
@@ -184,7 +182,7 @@ class RolloutBatch:
     @property
     def labels(self) -> np.ndarray:
         """Label-aligned next-token ids, int64 (S,); -100 at every trajectory's last position (HARTS 1)."""
-        return label_aligned(self.tokens.astype(np.int64), self.offsets, IGNORE_INDEX)
+        return label_aligned(self.tokens.astype(np.int64), self.offsets, IGNORED_LABEL)
 
     @property
     def label_mask(self) -> np.ndarray:

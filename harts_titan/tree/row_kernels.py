@@ -8,6 +8,9 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+IGNORED_LABEL = -100
+"""Label of a position that predicts nothing; ``ops.logprob`` reads it and states the same number."""
+
 
 @numba.njit(cache=True)
 def sequence_heads(parent_V, continues_V):
@@ -53,7 +56,7 @@ def convolution_taps(parent_Y, num_external, num_taps):
 
 @numba.njit(cache=True)
 def map_positions(parent_Y, end_row_N, position_offset_N1, tokens, first_N):
-    """Return the path row, the next token (-100 at a trajectory's end) and the step-batch position of each position."""
+    """Return path row, next token (IGNORED_LABEL at a trajectory's end) and step-batch position of each position."""
     num_positions = position_offset_N1[-1]
     row_S, label_S = np.empty(num_positions, np.int64), np.empty(num_positions, np.int64)
     source_S = np.empty(num_positions, np.int64)
@@ -64,7 +67,7 @@ def map_positions(parent_Y, end_row_N, position_offset_N1, tokens, first_N):
             row_S[s] = row
             row = parent_Y[row]
             source_S[s] = first_N[n] + s - lo
-            label_S[s] = tokens[source_S[s] + 1] if s < hi - 1 else -100
+            label_S[s] = tokens[source_S[s] + 1] if s < hi - 1 else IGNORED_LABEL
     return row_S, label_S, source_S
 
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tree_oracle import Trie, compact_size, flat, random_sequences
 
+from harts_titan.ops.logprob import IGNORED_LABEL
 from harts_titan.tree import MODES, StepPlan, plan_step
 
 
@@ -122,7 +123,8 @@ def test_five_thousand_one_token_branches():
 
 def test_label_example():
     plan = plan_and_validate([[7, 8, 9, 4]], capacity=4, chunk_size=64)
-    assert plan.consumer(0, 0).calls[0].label_S.tolist() == [8, 9, 4, -100]
+    # Plans and the log-prob op know nothing of each other, so both state the number.
+    assert plan.consumer(0, 0).calls[0].label_S.tolist() == [8, 9, 4, IGNORED_LABEL]
 
 
 def test_replay_spans_several_segments_and_states_are_shared():

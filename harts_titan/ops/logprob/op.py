@@ -17,6 +17,7 @@ from torch import Tensor
 from harts_titan.ops.dtypes import wide_dtype
 
 IGNORED_LABEL = -100
+"""Label of a position that predicts nothing; ``tree`` cannot import it and states the same number."""
 
 _BLOCK_ELEMENTS = 1 << 26
 
