@@ -101,6 +101,7 @@ class Engine:
             dp_degree=dp_degree,
         )
         self.num_updates = 0
+        """Updates so far: the step that messages name."""
 
     @classmethod
     def from_config(
@@ -415,7 +416,7 @@ class Engine:
         )
         self.optimizers.zero_grad()
         raise NonFiniteError(
-            f"update {self.num_updates}, replica {self.dp_rank}: loss {loss}, gradient norm {grad_norm}; {where}. "
+            f"step {self.num_updates}, replica {self.dp_rank}: loss {loss}, gradient norm {grad_norm}; {where}. "
             "The optimizer step was not taken."
         )
 

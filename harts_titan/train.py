@@ -21,7 +21,7 @@ from torchtitan.tools.logging import init_logger, logger
 
 from harts_titan import _compat
 from harts_titan.data import RolloutBatch
-from harts_titan.engine import Engine
+from harts_titan.engine import Engine, NonFiniteError
 from harts_titan.job_config import validate
 
 # torchtitan's own version fails without an accelerator; Trainer.train looks the name up in its module.
@@ -68,7 +68,10 @@ class HartsTrainer(titan.Trainer):
     def train_step(self, data_iterator: Iterator[RolloutBatch]) -> None:
         """Run one update and log it."""
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        metrics = self.engine.update(next(data_iterator))
+        batch = next(data_iterator)
+        # Messages name the step of the run, also after a resume.
+        self.engine.num_updates = self.step - 1
+        metrics = self.engine.update(batch)
         for name in ("tokens/original", "tokens/compact", "tokens/executed"):
             self._window[name] = self._window.get(name, 0.0) + metrics[name]
         if not self.metrics_processor.should_log(self.step):
@@ -112,6 +115,9 @@ def main() -> None:
     except ValueError as error:
         logger.error("%s", error)
         sys.exit(2)
+    except NonFiniteError as error:
+        logger.error("%s", error)
+        sys.exit(1)
     finally:
         if trainer is not None:
             trainer.close()
