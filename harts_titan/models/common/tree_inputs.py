@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harts_titan.models.common.tree_statistics import TreeStatistics, to_device
+from harts_titan.models.common.tree_statistics import TreeStatistics
 from harts_titan.ops.attention import TreeMask
 from harts_titan.ops.backend import OpsBackends
+from harts_titan.ops.host_tables import to_device
 from harts_titan.ops.kda import PackedSequences
 from harts_titan.tree import CallLayout
 

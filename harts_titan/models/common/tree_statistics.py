@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harts_titan.ops.host_tables import to_device
+
 
 def _csr(group: np.ndarray, num_groups: int) -> tuple[np.ndarray, np.ndarray]:
     """Members of each group in increasing order: (member indices sorted by group, int64 offsets)."""
@@ -114,11 +116,3 @@ class TreeStatistics:
     def sums_over_trajectories(self, trajectory_NE: Tensor) -> Tensor:
         """Sum, for each part, over the trajectories that contain it: (J, E). Not differentiable."""
         return _segment_sum(trajectory_NE, self.trajectories_by_part, self.link_offsets)
-
-
-def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """Copy an int64 host array to ``device`` without waiting for it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))
-    if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harts_titan.ops.host_tables import as_int64, to_device
+
 
 class BlockTables(NamedTuple):
     """Block-sparse form of a TreeMask, int32, leading (1, 1) for batch and heads.
@@ -102,16 +104,16 @@ class TreeMask:
             ValueError: If the arrays contradict each other.
         """
         tin_array, tout_array, parent, start, length, row = (
-            _as_numpy(x) for x in (tin, tout, seg_parent, seg_start, seg_length, seg_row)
+            as_int64(x) for x in (tin, tout, seg_parent, seg_start, seg_length, seg_row)
         )
-        attach = np.full(parent.size, -1) if seg_attach is None else _as_numpy(seg_attach)
+        attach = np.full(parent.size, -1) if seg_attach is None else as_int64(seg_attach)
         host = _HostMask(tin_array, tout_array, int(num_external_rows), parent, start, length, row, attach)
         _check(host)
         return cls._from_host(host, torch.device(device))
 
     @classmethod
     def _from_host(cls, host: _HostMask, device: torch.device) -> TreeMask:
-        tin, tout = (torch.from_numpy(x).to(torch.int32).to(device) for x in (host.tin, host.tout))
+        tin, tout = (to_device(x, device, torch.int32) for x in (host.tin, host.tout))
         return cls(tin, tout, host.num_external_rows, host)
 
     def to(self, device: torch.device | str) -> TreeMask:
@@ -192,7 +194,7 @@ def block_tables(mask: TreeMask, q_block: int, kv_block: int, device: torch.devi
     if (q_block, kv_block) not in cache:
         partial, full = mask._host.visible_blocks(q_block, kv_block)
         arrays = [a for m in (partial, full, partial.T, full.T) for a in _ordered(m)]
-        cache[q_block, kv_block] = BlockTables(*(torch.from_numpy(a)[None, None].to(mask.device) for a in arrays))
+        cache[q_block, kv_block] = BlockTables(*(to_device(a, mask.device, torch.int32)[None, None] for a in arrays))
     return cache[q_block, kv_block]
 
 
@@ -235,11 +237,6 @@ def _visible_blocks(
     full[tin_T.size // q_block :] = False
     full[:, tin_Y.size // kv_block :] = False
     return partial & ~full, full
-
-
-def _as_numpy(values: Tensor | Sequence[int]) -> np.ndarray:
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    return array.astype(np.int64).reshape(-1)
 
 
 def _check(host: _HostMask) -> None:

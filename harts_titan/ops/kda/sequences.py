@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harts_titan.ops.host_tables import as_int64, to_device
+
 
 class StateFanIn(NamedTuple):
     """CSR from the pool rows one round starts from to the sequences that start there, in sequence order."""
@@ -152,13 +154,13 @@ class PackedSequences:
         host = _HostTables(
             chunk_size=int(chunk_size),
             num_path_rows=int(num_path_rows),
-            cu_seqlens=_as_numpy(cu_seqlens),
-            packed_row=_as_numpy(packed_row),
-            kept=_as_numpy(kept),
-            init_state=_as_numpy(init_state),
-            export_sequence=_as_numpy(export_sequence),
-            export_boundary=_as_numpy(export_boundary),
-            rounds=_rounds(_as_numpy(round_ptr)),
+            cu_seqlens=as_int64(cu_seqlens),
+            packed_row=as_int64(packed_row),
+            kept=as_int64(kept),
+            init_state=as_int64(init_state),
+            export_sequence=as_int64(export_sequence),
+            export_boundary=as_int64(export_boundary),
+            rounds=_rounds(as_int64(round_ptr)),
             num_external_states=int(num_external_states),
         )
         _check_packing(host)
@@ -169,10 +171,10 @@ class PackedSequences:
     def _from_host(cls, host: _HostTables, device: torch.device) -> PackedSequences:
         return cls(
             chunk_size=host.chunk_size,
-            cu_seqlens_Q1=_to_device(host.cu_seqlens, device),
-            packed_row_P=_to_device(host.packed_row, device),
-            kept_T=_to_device(host.kept, device),
-            init_state_Q=_to_device(host.init_state, device, torch.int32),
+            cu_seqlens_Q1=to_device(host.cu_seqlens, device),
+            packed_row_P=to_device(host.packed_row, device),
+            kept_T=to_device(host.kept, device),
+            init_state_Q=to_device(host.init_state, device, torch.int32),
             cu_seqlens_host=tuple(host.cu_seqlens.tolist()),
             init_state_host=tuple(host.init_state.tolist()),
             export_sequence_host=tuple(host.export_sequence.tolist()),
@@ -237,17 +239,17 @@ class PackedSequences:
     @cached_property
     def chunk_offset_Q1(self) -> Tensor:
         """int32 (Q+1): first chunk of each sequence."""
-        return _to_device(self._host.chunk_offset, self.device, torch.int32)
+        return to_device(self._host.chunk_offset, self.device, torch.int32)
 
     @cached_property
     def chunk_indices_C2(self) -> Tensor:
         """int64 (C, 2): (sequence, chunk inside it) of every chunk."""
-        return _to_device(self._host.chunk_indices, self.device)
+        return to_device(self._host.chunk_indices, self.device)
 
     @cached_property
     def export_row_B(self) -> Tensor:
         """int32 (C+Q): pool row written at a boundary, -1 = none; boundary c of sequence n is chunk_offset[n]+n+c."""
-        return _to_device(self._host.export_row, self.device, torch.int32)
+        return to_device(self._host.export_row, self.device, torch.int32)
 
     @cached_property
     def state_fan_in(self) -> tuple[StateFanIn | None, ...]:
@@ -256,23 +258,14 @@ class PackedSequences:
         for first, last in self.rounds:
             arrays = self._host.state_fan_in(first, last)
             some = arrays[0].size > 0
-            tables.append(StateFanIn(*(_to_device(a, self.device, torch.int32) for a in arrays)) if some else None)
+            tables.append(StateFanIn(*(to_device(a, self.device, torch.int32) for a in arrays)) if some else None)
         return tuple(tables)
 
     @cached_property
     def replay_fan_in(self) -> ReplayFanIn:
         """Packed rows that read each path row, int64; gradients of a path row are summed in this order."""
         ptr, packed = self._host.replay_fan_in
-        return ReplayFanIn(_to_device(ptr, self.device), _to_device(packed, self.device))
-
-
-def _as_numpy(values: Tensor | Sequence[int]) -> np.ndarray:
-    array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
-    return array.astype(np.int64).reshape(-1)
-
-
-def _to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array)).to(dtype).to(device)
+        return ReplayFanIn(to_device(ptr, self.device), to_device(packed, self.device))
 
 
 def _rounds(round_ptr: np.ndarray) -> tuple[tuple[int, int], ...]:
