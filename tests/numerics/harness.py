@@ -306,6 +306,6 @@ def core_outputs_differ(model: Ling, compact: StepPlan, result: Result, expanded
             source_T[layout.row_of_position_S] = layout.source_position_S
             (from_call,) = set(call_S[source_T].tolist())  # calls of one consumer: its one compact call
             for core, (*parts, o_THV) in zip(cores, result.cores[from_call], strict=True):
-                repeated = core(*(p[row_S[source_T]] for p in parts), inputs, False)
+                repeated = core(*(p[row_S[source_T]] for p in parts), inputs)
                 different += int((repeated != o_THV[row_S[source_T]]).flatten(1).any(1).sum())
     return different

@@ -69,7 +69,15 @@ class Result:
     losses: dict[str, float]
     counts_LE: torch.Tensor
     grads: dict[str, torch.Tensor]
-    rows: dict[str, int]
+    rows: list[int]
+    """Rows that went through each layer, recomputations included."""
+
+
+def count_rows(rows: list[int], layer: int):
+    def hook(module, args):
+        rows[layer] += args[0].shape[0]
+
+    return hook
 
 
 def run(model: Ling, tokens, offsets, mode: str, **options) -> Result:
@@ -81,7 +89,9 @@ def run(model: Ling, tokens, offsets, mode: str, **options) -> Result:
     with torch.no_grad():
         counts = [router_losses.expert_counts(model(call).router, call.multiplicity_T) for call in calls]
     counts_LE = torch.stack(counts).sum(dim=0)
-    model.reset_rows_executed()
+    rows = [0] * len(model.layers)
+    hooks = [layer.register_forward_pre_hook(count_rows(rows, i)) for i, layer in enumerate(model.layers.values())]
+    trained_LE = torch.zeros_like(counts_LE)
     logprob_S, entropy_S = None, None
     losses = {"z": 0.0, "consumer": 0.0, "trajectory": 0.0}
     total = 0.0
@@ -105,8 +115,12 @@ def run(model: Ling, tokens, offsets, mode: str, **options) -> Result:
             losses[name] += term.item()
             loss = loss + 0.1 * term
         loss.backward()
+        trained_LE += router_losses.expert_counts(output.router, call.multiplicity_T)
         total += loss.item()
         logprob_S[layout.source_position_S] = output.logprob_S.detach()
         entropy_S[layout.source_position_S] = entropy.detach()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    return Result(logprob_S, entropy_S, total, losses, counts_LE, grads, model.rows_executed())
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(trained_LE, counts_LE), "training routed differently from the pass without gradients"
+    return Result(logprob_S, entropy_S, total, losses, trained_LE, grads, rows)

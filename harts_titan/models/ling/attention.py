@@ -43,17 +43,18 @@ class KDACore(WideModule):
         wide = wide_dtype(torch.get_default_dtype())
         self.A_log = nn.Parameter(torch.empty(n_heads, dtype=wide))
         self.dt_bias = nn.Parameter(torch.empty(n_heads * head_dim, dtype=wide))
-        self.rows_executed = 0
 
     def forward(
-        self, q_THK: Tensor, k_THK: Tensor, v_THV: Tensor, f_THK: Tensor, b_TH: Tensor, inputs: TreeInputs, count: bool
+        self,
+        q_THK: Tensor,
+        k_THK: Tensor,
+        v_THV: Tensor,
+        f_THK: Tensor,
+        b_TH: Tensor,
+        inputs: TreeInputs,
+        count: bool = False,
     ) -> Tensor:
-        """Return o (T, H, V) from the convolved q, k, v, the raw gate and the raw beta.
-
-        ``count`` adds the packed rows, replay included, to ``rows_executed``.
-        """
-        if count:
-            self.rows_executed += inputs.kda.num_packed_rows
+        """Return o (T, H, V) from the convolved q, k, v, the raw gate and the raw beta; ``count`` is not read."""
         o_THV, _ = kda(
             q_THK,
             k_THK,
@@ -89,14 +90,14 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = GatedRMSNorm(args.kda_head_dim, eps=args.norm_eps)
         self.o_proj = nn.Linear(width, args.dim, bias=False)
 
-    def forward(self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], count: bool) -> Tensor:
+    def forward(self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor]) -> Tensor:
         """Return (T, D). KDA has no positions: ``rope`` is not read."""
         heads = (-1, self.head_dim)
         q_THK = self.q_conv1d(self.q_proj(x_TD), inputs).unflatten(1, heads)
         k_THK = self.k_conv1d(self.k_proj(x_TD), inputs).unflatten(1, heads)
         v_THV = self.v_conv1d(self.v_proj(x_TD), inputs).unflatten(1, heads)
         f_THK = self.f_proj(x_TD).unflatten(1, heads)
-        o_THV = self.core(q_THK, k_THK, v_THV, f_THK, self.b_proj(x_TD), inputs, count)
+        o_THV = self.core(q_THK, k_THK, v_THV, f_THK, self.b_proj(x_TD), inputs)
         return self.o_proj(self.o_norm(o_THV, self.g_proj(x_TD).unflatten(1, heads)).flatten(1))
 
 
@@ -122,8 +123,8 @@ class MultiHeadLatentAttention(nn.Module):
         self.g_proj = nn.Linear(args.dim, args.n_heads, bias=False)
         self.dense = nn.Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
 
-    def forward(self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], count: bool) -> Tensor:
-        """Return (T, D). ``rope`` is what :func:`rope_tables` returns; MLA replays nothing: ``count`` is not read."""
+    def forward(self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor]) -> Tensor:
+        """Return (T, D). ``rope`` is what :func:`rope_tables` returns."""
         q_TR = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if self.q_lora_rank else self.q_proj(x_TD)
         q_THK = q_TR.unflatten(1, (-1, self.nope_dim + self.rope_dim))
         q_nope, q_rope = q_THK.split((self.nope_dim, self.rope_dim), dim=2)

@@ -54,7 +54,6 @@ class TransformerBlock(nn.Module):
             self.moe = _build_moe(layer, args)
         else:
             self.feed_forward = FeedForward(args.dim, args.inter_dim)
-        self.rows_executed = 0
 
     def forward(
         self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], run: LayerRun
@@ -71,10 +70,7 @@ class TransformerBlock(nn.Module):
             (T, D), and the router's logits and choices (None in a dense layer). Everything the loss may need is an
             output: a recomputed forward must have no side effect.
         """
-        count = run.count_once()
-        if count:
-            self.rows_executed += x_TD.shape[0]
-        h_TD = x_TD + self.attention(self.attention_norm(x_TD), inputs, rope, count)
+        h_TD = x_TD + self.attention(self.attention_norm(x_TD), inputs, rope)
         normed_TD = self.ffn_norm(h_TD)
         if not self.moe_enabled:
             return h_TD + self.feed_forward(normed_TD), None, None
@@ -181,22 +177,5 @@ class Ling(ModelProtocol):
         return cast("list[TransformerBlock]", list(self.layers.values()))
 
     def linear_attention_cores(self) -> list[KDACore]:
-        """Cores of the KDA layers in layer order: ``core(q, k, v, f, b, inputs, count) -> o``."""
+        """Cores of the KDA layers in layer order: ``core(q, k, v, f, b, inputs) -> o``."""
         return [module for module in self.modules() if isinstance(module, KDACore)]
-
-    def rows_executed(self) -> dict[str, int]:
-        """Rows executed since the last reset, counted in the layers; recomputations are not counted.
-
-        Returns:
-            ``layers``: rows through all layers; ``max_layer`` and ``min_layer``: of one layer; ``core``: packed rows
-            through the linear-attention cores, replay included.
-        """
-        rows = [layer.rows_executed for layer in self._blocks()]
-        core = sum(module.rows_executed for module in self.modules() if isinstance(module, KDACore))
-        return {"layers": sum(rows), "max_layer": max(rows), "min_layer": min(rows), "core": core}
-
-    def reset_rows_executed(self) -> None:
-        """Set every row counter to zero."""
-        for module in self.modules():
-            if isinstance(module, TransformerBlock | KDACore):
-                module.rows_executed = 0
