@@ -19,7 +19,7 @@ from harts_titan.rl import ObjectiveConfig
 
 @dataclass
 class Tree:
-    """How the trajectories of a step are shared and packed (HARTS 3)."""
+    """How the trajectories of a step are shared and packed (HARTS 3.2, 3.3)."""
 
     mode: Literal["compact", "nodewise", "expanded"] = "compact"
     """compact: each distinct prefix of a microbatch once. expanded: every trajectory on its own, the baseline with the

@@ -1,7 +1,8 @@
 """The rollouts of a step (or of a file) as flat host arrays, and the two alignments of per-token data.
 
-Letters: N = trajectories, S = semantic positions (one per token of every trajectory). Everything here is token-aligned
-(HARTS 1): entry ``t`` of a trajectory speaks of token ``t`` as the thing predicted, and entry 0 is never trained.
+Letters: N = trajectories, S = semantic positions (one per token of every trajectory). Everything here is token-aligned:
+entry ``t`` of a trajectory speaks of token ``t`` as the thing predicted, and entry 0 is never trained. Not in the
+paper: the two alignments, docs/notation.md has them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAX_LOGPROB = 1e-4
 
 
 def label_aligned(values_S: np.ndarray, offsets_N1: np.ndarray, fill: Any) -> np.ndarray:
-    """Shift token-aligned values to the position that predicts the token (HARTS 1).
+    """Shift token-aligned values to the position that predicts the token (docs/notation.md).
 
     Args:
         values_S: any dtype; entry ``t`` of a trajectory speaks of token ``t``.
@@ -44,7 +45,7 @@ def label_aligned(values_S: np.ndarray, offsets_N1: np.ndarray, fill: Any) -> np
 
 
 def token_aligned(values_S: np.ndarray, offsets_N1: np.ndarray, fill: Any) -> np.ndarray:
-    """Shift label-aligned values to the token they predict; the inverse of :func:`label_aligned` (HARTS 1).
+    """Shift label-aligned values to the token they predict; the inverse of :func:`label_aligned` (docs/notation.md).
 
     Args:
         values_S: any dtype; entry ``i`` of a trajectory speaks of token ``i+1``.
@@ -181,12 +182,12 @@ class RolloutBatch:
 
     @property
     def labels(self) -> np.ndarray:
-        """Label-aligned next-token ids, int64 (S,); -100 at every trajectory's last position (HARTS 1)."""
+        """Label-aligned next-token ids, int64 (S,); -100 at every trajectory's last position (docs/notation.md)."""
         return label_aligned(self.tokens.astype(np.int64), self.offsets, IGNORED_LABEL)
 
     @property
     def label_mask(self) -> np.ndarray:
-        """Label-aligned loss mask, bool (S,): true where the label of the position is trained (HARTS 1)."""
+        """Label-aligned loss mask, bool (S,): true where the label of the position is trained (docs/notation.md)."""
         return label_aligned(self.loss_mask, self.offsets, False)
 
     @property

@@ -33,7 +33,7 @@ class OverlongCounts:
 def apply_overlong(batch: RolloutBatch, capacity: int, policy: str) -> tuple[RolloutBatch, OverlongCounts]:
     """Refuse, drop or cut the trajectories that cannot fit into a microbatch.
 
-    A trajectory is indivisible (HARTS 3), so one longer than the capacity can never be placed. A cut trajectory keeps
+    A trajectory is indivisible (HARTS 3.2), so one longer than the capacity can never be placed. A cut trajectory keeps
     its first ``capacity`` tokens and all its metadata; it may keep no trained token and then contributes exactly zero.
 
     Args:

@@ -1,4 +1,4 @@
-"""The prefix forest of one consumer, as maximal fork-free segments (HARTS 3.2 and 3.4).
+"""The prefix forest of one consumer, as maximal fork-free segments (HARTS 3.3).
 
 Shapes: V segments, N trajectories (of this consumer).
 """
@@ -49,7 +49,7 @@ class Forest:
 
 
 def build_forest(length_N: np.ndarray, lcp_N: np.ndarray) -> Forest:
-    """Build the segment forest of trajectories in lexicographic order (HARTS 3.2).
+    """Build the segment forest of trajectories in lexicographic order (HARTS 3.3).
 
     Args:
         length_N: int64 tokens of each trajectory, in sorted order.

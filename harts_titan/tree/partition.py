@@ -1,4 +1,4 @@
-"""Exact contiguous partition of sorted trajectories into microbatches (HARTS 3.2).
+"""Exact contiguous partition of sorted trajectories into microbatches (HARTS 3.2, A.1).
 
 Shapes: N trajectories in lexicographic order, K groups (microbatches).
 """
@@ -42,7 +42,7 @@ class Partition:
 def contiguous_partition(
     length_N: np.ndarray, lcp_N: np.ndarray, capacity: int, dp_degree: int = 1, *, index_N: np.ndarray | None = None
 ) -> Partition:
-    """Return the contiguous partition of least ``J_init`` over every feasible number of groups (HARTS 3.2).
+    """Return the contiguous partition of least ``J_init`` over every feasible number of groups (HARTS Eq. 1, A.1).
 
     ``F[k,e] = W[e] + min_s (F[k-1,s] - W[s] + lcp[s+1])`` over the ``s`` whose group fits the capacity, where
     ``W[e] = sum_{i<=e} (length_i - lcp_i)``. The feasible ``s`` form a window that only moves right, so a monotone

@@ -1,4 +1,4 @@
-"""Minimum-call planning of chunkwise linear attention over a segment forest (HARTS 3.4).
+"""Minimum-call planning of chunkwise linear attention over a segment forest (HARTS 3.3).
 
 A packed call runs independent sequences. A segment either continues its parent's sequence or starts a sequence of its
 own: from the state at the last chunk boundary before it, replaying the tokens in between. A state made in one call can
@@ -35,7 +35,7 @@ class RoundPlan:
 def plan_rounds(
     parent: np.ndarray, length: np.ndarray, chunk_size: int, root_start: np.ndarray | None = None
 ) -> RoundPlan:
-    """Assign segments to the fewest rounds, with the fewest replayed tokens among such plans (HARTS 3.4).
+    """Assign segments to the fewest rounds, with the fewest replayed tokens among such plans (HARTS 3.3).
 
     With ``a(p)`` the last chunk boundary at or before ``p`` and ``[s, e)`` the positions of segment ``v``:
     ``T_pre(v)`` is the number of rounds of v's subtree when the state at ``a(s)`` exists before the call, ``T_in(v)``

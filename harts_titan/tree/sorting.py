@@ -1,4 +1,4 @@
-"""Lexicographic order of a step's trajectories and the prefixes that neighbours share (HARTS 3.2).
+"""Lexicographic order of a step's trajectories and the prefixes that neighbours share (HARTS A.1).
 
 Shapes: S token positions of the step, N trajectories.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def sort_trajectories(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lexicographic order of the trajectories and the common prefix of neighbours (HARTS 3.2).
+    """Return the lexicographic order of the trajectories and the common prefix of neighbours (HARTS A.1).
 
     A trajectory that is a prefix of another one comes first; equal trajectories keep their order.
 

@@ -1,4 +1,4 @@
-"""The planner of one training step: sort, partition, rounds, layouts (HARTS 3.2 and 3.4)."""
+"""The planner of one training step: sort, partition, rounds, layouts (HARTS 3.2 to 3.4)."""
 
 from __future__ import annotations
 

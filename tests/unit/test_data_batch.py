@@ -1,4 +1,4 @@
-"""RolloutBatch: alignment (HARTS 1), selection, joining, and every refusal at construction."""
+"""RolloutBatch: alignment (docs/notation.md), selection, joining, and every refusal at construction."""
 
 from __future__ import annotations
 

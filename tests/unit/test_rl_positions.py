@@ -11,7 +11,7 @@ import torch
 
 from harts_titan.rl import Metric, PositionBatch, StepTotals, all_reduce_metrics, merge_metrics, metric_values
 
-# Tokens [7, 8, 9, 4], the policy sampled 9 and 4: label-aligned mask [0, 1, 1, 0] (alignment example of the design).
+# Tokens [7, 8, 9, 4], the policy sampled 9 and 4: label-aligned mask [0, 1, 1, 0] (docs/notation.md).
 MASK = np.array([0, 1, 1, 0, 0, 1, 0, 0, 0], dtype=bool)
 OFFSETS = np.array([0, 4, 8, 9])
 

@@ -1,6 +1,6 @@
 """Ancestor attention with flash-attn-4: an ancestor mask per element, block-sparse tiles around it.
 
-HARTS 5 (full attention): row q sees row k iff k is q itself or an ancestor of it, ``tin[k] <= tin[q] < tout[k]`` in
+HARTS 2.2 (the tree mask): row q sees row k iff k is q itself or an ancestor of it, ``tin[k] <= tin[q] < tout[k]`` in
 depth-first numbers. Rows are in the plan's sequence order, so the mask compares depth-first numbers, and the tables
 name the tiles with any visible pair (partial) and those with only visible pairs (full, no mask evaluated).
 

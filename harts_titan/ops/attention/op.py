@@ -13,7 +13,7 @@ from harts_titan.ops.backend import AUTO, choose
 def tree_attention(
     q_THK: Tensor, k_YHK: Tensor, v_YHV: Tensor, mask: TreeMask, *, scale: float, backend: str = AUTO
 ) -> Tensor:
-    """Softmax attention in which every row sees exactly its ancestors and itself (HARTS 5).
+    """Softmax attention in which every row sees exactly its ancestors and itself (HARTS 2.2).
 
     Args:
         q_THK: Queries of the own rows.

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention over packed sequences with exported chunk-boundary states (HARTS 5)."""
+"""Kimi Delta Attention over packed sequences with exported chunk-boundary states (HARTS 3.4)."""
 
 from harts_titan.ops.kda.op import kda
 from harts_titan.ops.kda.sequences import PackedSequences, ReplayFanIn, StateFanIn

@@ -24,7 +24,7 @@ def kda(
     external_state_EHKV: Tensor | None = None,
     backend: str = AUTO,
 ) -> tuple[Tensor, Tensor]:
-    """``ChunkLA`` of HARTS 5: packed, differentiable in every input, initial state and exported state.
+    """``ChunkLA`` of HARTS 3.4: packed, differentiable in every input, initial state and exported state.
 
     Inside: l2norm of q and k (eps 1e-6 in the root), scale ``K^-0.5`` on q, log decay
     ``lower_bound * sigmoid(exp(A_log) * (f + dt_bias))`` per channel, ``beta = sigmoid(b)``, the gather of replay rows.

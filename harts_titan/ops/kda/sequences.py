@@ -149,7 +149,7 @@ class PackedSequences:
 
         Raises:
             ValueError: If the arrays contradict each other, or a sequence starts from a state that no earlier round
-                exports (HARTS 4).
+                exports (HARTS 3.3).
         """
         host = _HostTables(
             chunk_size=int(chunk_size),

@@ -1,4 +1,4 @@
-"""Log-probabilities of semantic positions and entropies of compact rows (HARTS 5, LM head).
+"""Log-probabilities of semantic positions and entropies of compact rows (HARTS 3.5).
 
 Letters: T rows, S semantic positions, D model dim, W vocabulary, R rows of one block.
 

@@ -1,4 +1,4 @@
-"""Depthwise short convolution with SiLU along the paths of a tree (HARTS 5)."""
+"""Depthwise short convolution with SiLU along the paths of a tree (HARTS 3.4)."""
 
 from harts_titan.ops.short_conv.op import tree_short_conv
 

@@ -1,6 +1,7 @@
 """Short convolution along tree paths on CUDA, with deterministic gradients.
 
-HARTS 5: the convolution reads the true previous tokens of the path, never the neighbour in memory.
+HARTS 3.4 (bounded local operators): the convolution reads the true previous tokens of the path, never the neighbour in
+memory.
 Letters: T own rows, Y path rows (external first), D channels, W here is the number of taps.
 """
 
