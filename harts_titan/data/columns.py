@@ -169,7 +169,10 @@ def python_row_columns(values: dict[str, list[Any]], source: str, groups: GroupN
         kinds = {type(value) for value in column} - {type(None)}
         if name == "reward":
             _only(kinds, {int, float, bool}, f"{source}: column reward", "numbers")
-            fields[name] = np.array([np.nan if value is None else float(value) for value in column], dtype=np.float64)
+            try:
+                fields[name] = _as_array([np.nan if value is None else value for value in column], np.float64)
+            except ValueError as error:
+                raise ValueError(f"{source}: column reward: {error}") from error
         elif name == "episode_id":
             _only(kinds, {str, int}, f"{source}: column episode_id", "text or integers")
             fields[name] = ["" if value is None else str(value) for value in column]
@@ -200,7 +203,7 @@ def json_token_value(name: str, value: Any) -> np.ndarray:
     allowed: set[type] = {int} if name == "tokens" else {bool, int} if name == "loss_mask" else {int, float}
     if not isinstance(value, list):
         if name in SCALAR_OR_LIST and type(value) in (int, float):
-            return np.asarray(value, dtype=np.float64)
+            return _as_array(value, np.float64)
         raise ValueError(f"{'null' if value is None else type(value).__name__}; needed: a list of {_needed(name)}")
     kinds = set(map(type, value))
     if type(None) in kinds:
@@ -208,7 +211,7 @@ def json_token_value(name: str, value: Any) -> np.ndarray:
     _only(kinds, allowed, "entries", _needed(name))
     if name == "tokens" and value and not -(2**63) <= min(value) <= max(value) < 2**63:
         raise ValueError(f"an id of {max(value, key=abs)} does not fit into 32 bits")
-    return np.asarray(value, dtype=np.int64 if name in REQUIRED_COLUMNS else np.float64)
+    return _as_array(value, np.int64 if name in REQUIRED_COLUMNS else np.float64)
 
 
 def assemble(
@@ -293,9 +296,18 @@ def _only(kinds: set[type], allowed: set[type], what: str, need: str) -> None:
         raise ValueError(f"{what} of type {names}; needed: {need}")
 
 
+def _as_array(value: Any, dtype: type[np.generic]) -> np.ndarray:
+    """Convert parsed JSON numbers, which have no largest value, to an array."""
+    try:
+        return np.asarray(value, dtype=dtype)
+    except OverflowError as error:
+        raise ValueError(f"holds a number too large for {np.dtype(dtype).name}") from error
+
+
 def _integers(values: list[Any], what: str) -> np.ndarray:
     """Convert integers with gaps (None, or NaN where a writer made floats of them) to int64 with -1 in the gaps."""
     filled = [-1 if value is None or value != value else value for value in values]
-    if any(value != int(value) for value in filled) or not all(-(2**63) <= value < 2**63 for value in filled):
+    # The range first: int() of an infinity raises.
+    if not all(-(2**63) <= value < 2**63 and value == int(value) for value in filled):
         raise ValueError(f"{what} holds numbers that are not 64-bit integers")
     return np.array([int(value) for value in filled], dtype=np.int64)

@@ -262,7 +262,8 @@ def _json_records(file: str) -> Iterable[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 record = json.loads(raw)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            # ValueError: no JSON, no UTF-8, or an integer of thousands of digits; RecursionError: nested too deep.
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{file}: line {number} is not valid JSON: {error}") from error
             if not isinstance(record, dict):
                 raise ValueError(

@@ -267,5 +267,8 @@ def _row_fields(data: Any, keys: list[Any], num_rows: int) -> dict[str, Any]:
     if "uid" in keys:
         number: dict[str, int] = {}
         names = _names(data, keys, "uid", num_rows)
-        fields["group_id"] = np.array([number.setdefault(name, len(number)) for name in names], dtype=np.int64)
+        # As in files, a row without a name belongs to no group; one common group would mix unrelated tasks.
+        fields["group_id"] = np.array(
+            [number.setdefault(name, len(number)) if name else -1 for name in names], dtype=np.int64
+        )
     return fields
