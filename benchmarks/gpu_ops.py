@@ -44,7 +44,8 @@ from harts_titan.ops.attention.reference import tree_attention_path
 from harts_titan.ops.kda import PackedSequences
 from harts_titan.ops.kda.fla_pinned import PINNED
 from harts_titan.ops.kda.triton_op import SCAN_BLOCK_V, _scan_options, kda_triton, prepare_tables
-from harts_titan.ops.short_conv.triton_op import tap_readers, tree_short_conv_triton
+from harts_titan.ops.short_conv.taps import tap_readers
+from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
 from harts_titan.tree.plan import CallLayout
 from tests.numerics import kernel_checks as checks
 

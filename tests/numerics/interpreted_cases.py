@@ -13,10 +13,11 @@ import torch._dynamo.testing
 
 import tests.numerics.kernel_checks as checks
 import tests.numerics.triton_interpreter  # noqa: F401
-from harts_titan.ops.kda import PackedSequences, kda
+from harts_titan.ops.kda import PackedSequences, kda, prepare_kda
 from harts_titan.ops.kda.triton_op import kda_triton, prepare_tables
-from harts_titan.ops.short_conv import tree_short_conv
-from harts_titan.ops.short_conv.triton_op import tap_readers, tree_short_conv_triton
+from harts_titan.ops.short_conv import ConvTaps, prepare_short_conv, tree_short_conv, triton_op
+from harts_titan.ops.short_conv.taps import tap_readers
+from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
 
 # Forks inside a chunk, at a chunk boundary and three deep; two rounds, replay rows, one exported state shared by two.
 TREE = [(-1, 38), (0, 15), (0, 26), (2, 5), (2, 10), (1, 3)]
@@ -106,6 +107,33 @@ def conv_external_rows() -> dict[str, object]:
     return {}
 
 
+def tables_are_built_once() -> dict[str, object]:
+    """After ``prepare_*`` neither a forward nor a backward pass of any layer inverts taps or builds KDA tables."""
+    layout = checks.layout_of([(-1, 5), (0, 3), (0, 2)], 32)
+    sequences = checks.sequences_of(layout, "cpu")
+    taps = ConvTaps(layout.conv_tap_TW, layout.num_rows)
+    with torch.no_grad():
+        prepare_short_conv(taps, dtype=torch.float32, backend="triton")
+    assert "readers" not in vars(taps), "a forward pass without gradients does not need the inverse"
+    prepare_short_conv(taps, dtype=torch.float32, backend="triton")
+    prepare_kda(sequences, dtype=torch.float32, backend="triton")
+    built = taps.readers, prepare_tables(sequences)
+    x, weight = torch.randn(layout.num_rows, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+
+    def layers(backend: str) -> list[torch.Tensor]:
+        y = tree_short_conv(tree_short_conv(x, weight, taps, backend=backend), weight, taps, backend=backend)
+        return [y, *torch.autograd.grad(y.square().sum(), (x, weight))]
+
+    invert, triton_op.tap_readers = triton_op.tap_readers, None
+    try:
+        ours = layers("triton")
+    finally:
+        triton_op.tap_readers = invert
+    torch.testing.assert_close(ours, layers("reference"), rtol=1e-5, atol=1e-5)
+    assert taps.readers is built[0] and prepare_tables(sequences) is built[1]
+    return {}
+
+
 def compiled_without_breaks() -> dict[str, object]:
     """One graph, and no recompilation when rows, sequences, rounds and exports change."""
     counter = torch._dynamo.testing.CompileCounter()
@@ -181,6 +209,7 @@ CASES = (
     kda_refuses,
     conv_tree,
     conv_external_rows,
+    tables_are_built_once,
     compiled_without_breaks,
     ops_are_well_formed,
     backend_is_reachable,

@@ -358,7 +358,8 @@ def check_kda_prefix(setting: Setting, *, length: int, cuts: list[int]) -> dict[
 
 def check_conv(segments: Segments, setting: Setting, *, channels: int, seed: int = 0) -> dict[str, object]:
     """Outputs and gradients against float64 and plain PyTorch of the same precision; bits per trajectory."""
-    from harts_titan.ops.short_conv.triton_op import tap_readers, tree_short_conv_triton
+    from harts_titan.ops.short_conv.taps import tap_readers
+    from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
 
     layout = layout_of(segments, setting.chunk_size)
     tap = layout.conv_tap_TW.to(setting.device)

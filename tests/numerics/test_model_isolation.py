@@ -64,7 +64,7 @@ def run_ops(layout: CallLayout, rows: dict[str, Tensor], attention: str = "path"
     o, _ = kda(*(rows[n] for n in ("q", "k", "v", "f", "b")), torch.zeros(2, dtype=dtype), slow, inputs.kda)
     taps = torch.linspace(-1.0, 1.0, 128, dtype=dtype).reshape(32, 4)
     attended = tree_attention(rows["q"], rows["k"], rows["v"], inputs.attention, scale=8**-0.5, backend=attention)
-    return {"kda": o, "conv": tree_short_conv(rows["x"], taps, inputs.conv_tap_TW), "attention": attended}
+    return {"kda": o, "conv": tree_short_conv(rows["x"], taps, inputs.conv_taps), "attention": attended}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harts_titan.ops.short_conv import tree_short_conv
+from harts_titan.ops.short_conv import ConvTaps, tree_short_conv
 from tests.numerics.ops_cases import TreeCase, random_case, relative, taps_of
 
 # Forks after one or two tokens: some paths are shorter than the filter, and taps cross several segments.
@@ -27,7 +27,8 @@ def test_forward_and_gradients_match_conv1d_on_each_path(case, num_taps):
     g = torch.Generator().manual_seed(0)
     x, w, dy = (torch.randn(*s, generator=g).double() for s in ((case.num_rows, 6), (6, num_taps), (case.num_rows, 6)))
     x.requires_grad_(), w.requires_grad_()
-    y = tree_short_conv(x, w, case.taps(num_taps))
+    y = tree_short_conv(x, w, ConvTaps(case.taps(num_taps), case.num_rows))
+    assert torch.equal(y, tree_short_conv(x, w, case.taps(num_taps)))
     want = along_paths(x, w, case)
     assert relative(y, want) < 1e-12
     for a, b in zip(torch.autograd.grad(y, (x, w), dy), torch.autograd.grad(want, (x, w), dy)):
@@ -69,5 +70,7 @@ def test_no_rows_and_wrong_shapes():
     assert y.shape == (0, 3) and w.grad.abs().sum() == 0
     with pytest.raises(ValueError, match="num_taps = 4"):
         tree_short_conv(x, w, torch.zeros(0, 3, dtype=torch.long))
+    with pytest.raises(ValueError, match="x has 0 rows, the taps are those of 5 path rows"):
+        tree_short_conv(x, w, ConvTaps(torch.zeros(0, 4, dtype=torch.long), 5))
     with pytest.raises(ValueError, match="weight"):
         tree_short_conv(x, torch.ones(2, 4), torch.zeros(0, 4, dtype=torch.long))

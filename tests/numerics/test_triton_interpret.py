@@ -20,6 +20,7 @@ CASES = (
     "kda_refuses",
     "conv_tree",
     "conv_external_rows",
+    "tables_are_built_once",
     "compiled_without_breaks",
     "ops_are_well_formed",
     "backend_is_reachable",

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from harts_titan.models.common.tree_statistics import TreeStatistics
-from harts_titan.ops.attention import TreeMask
+from harts_titan.ops.attention import TreeMask, prepare_attention
 from harts_titan.ops.backend import OpsBackends
 from harts_titan.ops.host_tables import to_device
-from harts_titan.ops.kda import PackedSequences
+from harts_titan.ops.kda import PackedSequences, prepare_kda
+from harts_titan.ops.short_conv import ConvTaps, prepare_short_conv
 from harts_titan.tree import CallLayout
 
 
@@ -29,7 +30,7 @@ class TreeInputs:
     __slots__ = (
         "attention",
         "backends",
-        "conv_tap_TW",
+        "conv_taps",
         "device",
         "kda",
         "label_S",
@@ -52,8 +53,8 @@ class TreeInputs:
     """int64 own row of each position, in [0, T)."""
     label_S: Tensor
     """int64 next token of each position, -100 where there is none."""
-    conv_tap_TW: Tensor
-    """int64 path rows the short convolution reads, oldest first, -1 before the root."""
+    conv_taps: ConvTaps
+    """Path rows the short convolution reads."""
     kda: PackedSequences
     attention: TreeMask
     statistics: TreeStatistics
@@ -77,6 +78,22 @@ class TreeInputs:
     def multiplicity_T(self) -> Tensor:
         """int64 positions that share each row."""
         return self.statistics.multiplicity_T
+
+    def prepare(self, *, dtype: torch.dtype, key_dim: int) -> None:
+        """Build the tables of the chosen backends, so that every layer finds them, compiled or not.
+
+        Nothing happens for backends without tables, such as those of the CPU, and in a second forward pass.
+
+        Args:
+            dtype: Dtype the layers compute in.
+            key_dim: Width of a query and key head of full attention.
+
+        Raises:
+            ValueError: If a forced backend cannot run.
+        """
+        prepare_short_conv(self.conv_taps, dtype=dtype, backend=self.backends.short_conv)
+        prepare_kda(self.kda, dtype=dtype, backend=self.backends.kda)
+        prepare_attention(self.attention, key_dim=key_dim, dtype=dtype, backend=self.backends.attention)
 
     @classmethod
     def from_layout(
@@ -138,7 +155,7 @@ class TreeInputs:
             position_T=to_device(host("position_T"), device),
             row_of_position_S=to_device(host("row_of_position_S") - num_external_rows, device),
             label_S=to_device(host("label_S"), device),
-            conv_tap_TW=to_device(host("conv_tap_TW"), device),
+            conv_taps=ConvTaps(to_device(host("conv_tap_TW"), device), num_external_rows + num_rows),
             kda=kda,
             attention=mask,
             statistics=statistics,

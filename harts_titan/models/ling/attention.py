@@ -28,7 +28,7 @@ class ShortConv(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: TreeInputs) -> Tensor:
         """Return (T, D)."""
-        return tree_short_conv(x_TD, self.weight, inputs.conv_tap_TW, backend=inputs.backends.short_conv)
+        return tree_short_conv(x_TD, self.weight, inputs.conv_taps, backend=inputs.backends.short_conv)
 
 
 class KDACore(WideModule):

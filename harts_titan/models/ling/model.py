@@ -142,6 +142,7 @@ class Ling(ModelProtocol):
         if self.tok_embeddings is not None:
             hidden_TD = self.tok_embeddings(inputs.token_T)
         assert hidden_TD is not None, "a stage without embeddings needs hidden_TD"
+        inputs.prepare(dtype=hidden_TD.dtype, key_dim=self.model_args.qk_head_dim)
         rope = rope_tables(
             inputs.position_T,
             dim=self.model_args.qk_rope_head_dim,

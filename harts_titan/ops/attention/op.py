@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from harts_titan.ops.attention.flex import tree_attention_flex
-from harts_titan.ops.attention.mask import TreeMask
+from harts_titan.ops.attention.flex import BLOCK, tree_attention_flex
+from harts_titan.ops.attention.mask import TreeMask, block_tables
 from harts_titan.ops.attention.reference import tree_attention_dense, tree_attention_path
 from harts_titan.ops.backend import AUTO, choose
 
@@ -50,3 +51,24 @@ def tree_attention(
         return tree_attention_fa4(q_THK, k_YHK, v_YHV, mask, scale)
     implementation = {"flex": tree_attention_flex, "path": tree_attention_path, "dense": tree_attention_dense}[name]
     return implementation(q_THK, k_YHK, v_YHV, mask, scale)
+
+
+def prepare_attention(mask: TreeMask, *, key_dim: int, dtype: torch.dtype, backend: str = AUTO) -> None:
+    """Build what :func:`tree_attention` will read besides the mask, once per call of a plan.
+
+    A compiled region finds it then; outside of one the op would build it on first use.
+
+    Args:
+        mask: Of the call, on the inputs' device.
+        key_dim: Width of a query and key head.
+        dtype: Dtype of the inputs.
+        backend: As for the op.
+    """
+    name = choose("attention", backend, device=mask.device, dtype=dtype)
+    if name == "fa4":
+        # flash-attn-4 is optional: it exists for Hopper and newer only.
+        from harts_titan.ops.attention.fa4 import prepare_tables
+
+        prepare_tables(mask, key_dim)
+    elif name == "flex":
+        block_tables(mask, BLOCK, BLOCK)

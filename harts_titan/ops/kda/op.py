@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from harts_titan.ops.backend import AUTO, choose
@@ -62,6 +63,23 @@ def kda(
 
         return kda_triton(*arguments)
     return kda_reference(*arguments) if name == "reference" else kda_recurrent(*arguments)
+
+
+def prepare_kda(sequences: PackedSequences, *, dtype: torch.dtype, backend: str = AUTO) -> None:
+    """Build what :func:`kda` will read besides the sequences, once per call of a plan.
+
+    A compiled region finds it then; outside of one the op would build it on first use.
+
+    Args:
+        sequences: Of the call, on the inputs' device.
+        dtype: Dtype of the inputs.
+        backend: As for the op.
+    """
+    if choose("kda", backend, device=sequences.device, dtype=dtype) == "triton":
+        # Triton is optional: CPU installations do not have it.
+        from harts_titan.ops.kda.triton_op import prepare_tables
+
+        prepare_tables(sequences)
 
 
 def _check(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from harts_titan.ops.backend import AUTO, choose
 from harts_titan.ops.short_conv.reference import tree_short_conv_reference
+from harts_titan.ops.short_conv.taps import ConvTaps
 
 
-def tree_short_conv(x_YD: Tensor, weight_DW: Tensor, conv_tap_TW: Tensor, *, backend: str = AUTO) -> Tensor:
+def tree_short_conv(x_YD: Tensor, weight_DW: Tensor, taps: ConvTaps | Tensor, *, backend: str = AUTO) -> Tensor:
     """``silu(sum_j x[tap_j] * w[:, j])`` per own row: the previous tokens of the path, never memory neighbours.
 
     Args:
         x_YD: Projected inputs of the path rows (external rows first).
         weight_DW: Depthwise weights in correlation order; the last tap is the current token. No bias.
-        conv_tap_TW: int64 (T, num_taps) path rows, oldest first; -1 reads zero (before the root).
+        taps: Table of the call, or only its int64 (T, num_taps) path rows, oldest first; -1 reads zero (before the
+            root). A bare tensor is inverted again by every backward pass of a kernel.
         backend: "auto", "triton" or "reference".
 
     Returns:
@@ -23,6 +26,7 @@ def tree_short_conv(x_YD: Tensor, weight_DW: Tensor, conv_tap_TW: Tensor, *, bac
     Raises:
         ValueError: If shapes disagree or a forced backend cannot run.
     """
+    conv_tap_TW = taps.conv_tap_TW if isinstance(taps, ConvTaps) else taps
     if x_YD.dim() != 2 or weight_DW.dim() != 2 or weight_DW.shape[0] != x_YD.shape[1]:
         raise ValueError(f"x must be (rows, D) and weight (D, taps); got {tuple(x_YD.shape)}, {tuple(weight_DW.shape)}")
     if conv_tap_TW.dim() != 2 or conv_tap_TW.shape[1] != weight_DW.shape[1]:
@@ -30,10 +34,29 @@ def tree_short_conv(x_YD: Tensor, weight_DW: Tensor, conv_tap_TW: Tensor, *, bac
             f"conv_tap has shape {tuple(conv_tap_TW.shape)}, the weight {weight_DW.shape[1]} taps; plan the call with "
             f"num_taps = {weight_DW.shape[1]}"
         )
+    if isinstance(taps, ConvTaps) and taps.num_path_rows != x_YD.shape[0]:
+        raise ValueError(f"x has {x_YD.shape[0]} rows, the taps are those of {taps.num_path_rows} path rows")
     name = choose("short_conv", backend, device=x_YD.device, dtype=x_YD.dtype)
     if name == "triton":
         # Triton is optional: CPU installations do not have it.
         from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
 
-        return tree_short_conv_triton(x_YD, weight_DW, conv_tap_TW)
+        # Only a backward pass reads the inverse.
+        readers = taps.readers if isinstance(taps, ConvTaps) and torch.is_grad_enabled() else None
+        return tree_short_conv_triton(x_YD, weight_DW, conv_tap_TW, readers)
     return tree_short_conv_reference(x_YD, weight_DW, conv_tap_TW)
+
+
+def prepare_short_conv(taps: ConvTaps, *, dtype: torch.dtype, backend: str = AUTO) -> None:
+    """Build what :func:`tree_short_conv` will read besides the table, once per call of a plan.
+
+    A compiled region finds it then; outside of one the op would build it on first use.
+
+    Args:
+        taps: Table of the call, on the inputs' device.
+        dtype: Dtype of the inputs.
+        backend: As for the op.
+    """
+    name = choose("short_conv", backend, device=taps.conv_tap_TW.device, dtype=dtype)
+    if name == "triton" and torch.is_grad_enabled():
+        _ = taps.readers

@@ -8,47 +8,17 @@ Letters: T own rows, Y path rows (external first), D channels, W here is the num
 from __future__ import annotations
 
 import contextlib
-from typing import NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from harts_titan.ops.short_conv.kernels import conv_backward_input, conv_backward_sum, conv_forward
+from harts_titan.ops.short_conv.taps import TapReaders, tap_readers
 
 _BLOCK_ROWS = 32
 _BLOCK_CHANNELS = 128
 _INPUT_BLOCK_CHANNELS = 1024
-
-
-class TapReaders(NamedTuple):
-    """CSR from every path row to the (row, tap) pairs that read it, ordered by row, then tap."""
-
-    ptr_Y1: Tensor
-    row_R: Tensor
-    tap_R: Tensor
-
-
-def tap_readers(conv_tap_TW: Tensor, num_path_rows: int) -> TapReaders:
-    """Invert a tap table on its device, without a host synchronisation.
-
-    Args:
-        conv_tap_TW: int (T, taps) path row of every tap, -1 before the root.
-        num_path_rows: Y.
-
-    Returns:
-        int32 tables. Entries before ``ptr_Y1[0]`` are the taps before the root; nothing reads them.
-    """
-    num_taps = conv_tap_TW.shape[1]
-    # A stable sort keeps (row, tap) order inside a path row: the fixed order of the gradient sums.
-    path_row, entry = torch.sort(conv_tap_TW.reshape(-1), stable=True)
-    edges = torch.arange(num_path_rows + 1, device=conv_tap_TW.device, dtype=path_row.dtype)
-    ptr = torch.searchsorted(path_row, edges)
-    return TapReaders(
-        ptr.to(torch.int32),
-        torch.div(entry, num_taps, rounding_mode="floor").to(torch.int32),
-        torch.remainder(entry, num_taps).to(torch.int32),
-    )
 
 
 def tree_short_conv_triton(
