@@ -10,18 +10,16 @@ import torch
 from torch import Tensor
 
 from harts_titan.ops.attention.mask import TreeMask
+from harts_titan.ops.dtypes import wide_dtype
+from harts_titan.ops.single_thread import single_thread
 
 QUERY_TILE = 32
 """Rows per query tile of the path backend; tiles sit on this grid of absolute positions."""
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def tree_attention_dense(q_THK: Tensor, k_YHK: Tensor, v_YHV: Tensor, mask: TreeMask, scale: float) -> Tensor:
     """Masked softmax over all pairs; O(T Y) memory."""
-    dtype = _wide(q_THK.dtype)
+    dtype = wide_dtype(q_THK.dtype)
     q_HTK, k_HYK, v_HYV = (x.to(dtype).transpose(0, 1) for x in (q_THK, k_YHK, v_YHV))
     tin_T1 = mask.tin_Y[mask.num_external_rows :, None]
     visible_TY = (mask.tin_Y <= tin_T1) & (tin_T1 < mask.tout_Y)
@@ -46,12 +44,13 @@ class _PathAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, mask, scale):
         o = v.new_empty((q.shape[0], *v.shape[1:]))
-        for segment in range(mask.num_segments):
-            path = _Path(mask, segment, q, k, v)
-            for tile in path.tiles():
-                _, weights_HNL = path.attend(tile, scale)
-                o_NHV = (weights_HNL @ path.values(tile)).transpose(0, 1)
-                o[path.own_rows(tile)] = o_NHV[path.rows_in_tile(tile)].to(o.dtype)
+        with single_thread(q.device):
+            for segment in range(mask.num_segments):
+                path = _Path(mask, segment, q, k, v)
+                for tile in path.tiles():
+                    _, weights_HNL = path.attend(tile, scale)
+                    o_NHV = (weights_HNL @ path.values(tile)).transpose(0, 1)
+                    o[path.own_rows(tile)] = o_NHV[path.rows_in_tile(tile)].to(o.dtype)
         ctx.save_for_backward(q, k, v, o)
         ctx.mask, ctx.scale = mask, scale
         return o
@@ -59,25 +58,26 @@ class _PathAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do):
         q, k, v, o = ctx.saved_tensors
-        dtype = _wide(q.dtype)
+        dtype = wide_dtype(q.dtype)
         dq, dk, dv = (x.new_zeros(x.shape, dtype=dtype) for x in (q, k, v))
-        for segment in range(ctx.mask.num_segments):
-            path = _Path(ctx.mask, segment, q, k, v)
-            dk_LHK, dv_LHV = torch.zeros_like(path.k_LHK), torch.zeros_like(path.v_LHV)
-            for tile in path.tiles():
-                end = tile + QUERY_TILE
-                q_HNK, weights_HNL = path.attend(tile, ctx.scale)
-                do_HNV, o_HNV = path.in_tile(do, tile), path.in_tile(o, tile)
-                dweights_HNL = do_HNV @ path.values(tile).transpose(1, 2)
-                mean_HN1 = (do_HNV * o_HNV).sum(-1, keepdim=True)
-                dscores_HNL = weights_HNL * (dweights_HNL - mean_HN1) * ctx.scale
-                dq_NHK = (dscores_HNL @ path.keys(tile)).transpose(0, 1)
-                dq[path.own_rows(tile)] = dq_NHK[path.rows_in_tile(tile)]
-                dk_LHK[:end] += (dscores_HNL.transpose(1, 2) @ q_HNK).transpose(0, 1)
-                dv_LHV[:end] += (weights_HNL.transpose(1, 2) @ do_HNV).transpose(0, 1)
-            # Path rows of one segment are distinct, so the order of these sums is the order of segments.
-            dk[path.rows] += dk_LHK[: path.end]
-            dv[path.rows] += dv_LHV[: path.end]
+        with single_thread(q.device):
+            for segment in range(ctx.mask.num_segments):
+                path = _Path(ctx.mask, segment, q, k, v)
+                dk_LHK, dv_LHV = torch.zeros_like(path.k_LHK), torch.zeros_like(path.v_LHV)
+                for tile in path.tiles():
+                    end = tile + QUERY_TILE
+                    q_HNK, weights_HNL = path.attend(tile, ctx.scale)
+                    do_HNV, o_HNV = path.in_tile(do, tile), path.in_tile(o, tile)
+                    dweights_HNL = do_HNV @ path.values(tile).transpose(1, 2)
+                    mean_HN1 = (do_HNV * o_HNV).sum(-1, keepdim=True)
+                    dscores_HNL = weights_HNL * (dweights_HNL - mean_HN1) * ctx.scale
+                    dq_NHK = (dscores_HNL @ path.keys(tile)).transpose(0, 1)
+                    dq[path.own_rows(tile)] = dq_NHK[path.rows_in_tile(tile)]
+                    dk_LHK[:end] += (dscores_HNL.transpose(1, 2) @ q_HNK).transpose(0, 1)
+                    dv_LHV[:end] += (weights_HNL.transpose(1, 2) @ do_HNV).transpose(0, 1)
+                # Path rows of one segment are distinct, so the order of these sums is the order of segments.
+                dk[path.rows] += dk_LHK[: path.end]
+                dv[path.rows] += dv_LHV[: path.end]
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
 
 
@@ -88,7 +88,7 @@ class _Path:
         self.first_row, self.start, length = mask.segments[segment]
         self.end = self.start + length
         self.rows = mask.path_rows(segment).to(q.device)
-        self.dtype, self.q_THK = _wide(q.dtype), q
+        self.dtype, self.q_THK = wide_dtype(q.dtype), q
         self.k_LHK, self.v_LHV = self._padded(k), self._padded(v)
         self.later_NN = torch.ones(QUERY_TILE, QUERY_TILE, dtype=torch.bool, device=q.device).triu(1)
 

@@ -1,11 +1,11 @@
-"""One chunk of KDA in plain PyTorch: everything between the raw inputs and the outputs and next state.
+"""A group of KDA chunks in plain PyTorch: everything between the raw inputs and the outputs and next states.
 
-Letters: B rows of a chunk (always chunk_size), N rows of a sub-block, M sub-blocks, H heads, K key dim, V value dim.
+Letters: G chunks of a group, B rows of a chunk, H heads, K key dim, V value dim; N rows of a block of pairs.
 Equations are in README.md beside this file.
 
-Every operation here works on tensors whose shapes depend on (chunk_size, H, K, V) only, and rows past the end of a
-sequence are zero. CPU kernels round differently in SIMD tails, so this is what makes a row's result depend on nothing
-but its own chunk's earlier rows and the incoming state, bit for bit.
+Shapes depend on the chunk size, H, K and V only: the caller always passes the same number of chunks, zero where there
+are no rows, and dimensions such that no SIMD kernel meets an incomplete vector. Then a row's result depends on nothing
+but its own chunk's earlier rows and the incoming state, bit for bit, wherever its chunk lies in the group.
 """
 
 from __future__ import annotations
@@ -18,17 +18,42 @@ from torch import Tensor
 
 L2NORM_EPS = 1e-6
 
-_SUB_BLOCK = 16
+# exp of it, and its inverse, are far from the limits of float64 (exp(709)).
+_MAX_EXPONENT = 640.0
 
 
 class ChunkInputs(NamedTuple):
-    """Raw inputs of one chunk, zero past its last row."""
+    """Raw inputs of G chunks in float64, zero past the last row of each."""
 
-    q_BHK: Tensor
-    k_BHK: Tensor
-    v_BHV: Tensor
-    f_BHK: Tensor
-    b_BH: Tensor
+    q_GBHK: Tensor
+    k_GBHK: Tensor
+    v_GBHV: Tensor
+    f_GBHK: Tensor
+    b_GBH: Tensor
+
+
+class Gate(NamedTuple):
+    """Parameters of the decay, in float64."""
+
+    A_log_H: Tensor
+    dt_bias_HK: Tensor
+    lower_bound: float
+    """Lower bound of the log decay, negative."""
+
+
+class ChunkTerms(NamedTuple):
+    """What G chunks contribute before any state is known, in the dtype of the states."""
+
+    w_GHBK: Tensor
+    u_GHBV: Tensor
+    scores_GHBB: Tensor
+    """P of the README."""
+    q_GHBK: Tensor
+    """``q~ exp(G)``."""
+    k_GHKB: Tensor
+    """``k~ exp(G_B - G)``, transposed."""
+    decay_GHK1: Tensor
+    """``exp(G_B)``."""
 
 
 def l2norm(x: Tensor) -> Tensor:
@@ -41,75 +66,103 @@ def safe_gate(f_BHK: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, lower_bound: f
     return lower_bound * torch.sigmoid(A_log_H.exp()[:, None] * (f_BHK + dt_bias_HK))
 
 
-def chunk_step(
-    inputs: ChunkInputs, valid_B: Tensor, A_log_H: Tensor, dt_bias_HK: Tensor, state_HKV: Tensor, lower_bound: float
-) -> tuple[Tensor, Tensor]:
-    """Outputs of one chunk and the state after its last valid row.
+def chunk_terms(inputs: ChunkInputs, valid_GB: Tensor, gate: Gate, scale: float, dtype: torch.dtype) -> ChunkTerms:
+    """Everything about G chunks that does not depend on their incoming states.
+
+    Float64 throughout and rounded once, for any dtype: sums of log decays reach chunk_size * lower_bound (-320), where
+    float32 resolves 3e-5, and strong decay makes float32 subnormal, which is many times slower.
 
     Args:
-        inputs: Raw inputs, float32 or float64, zero where ``valid_B`` is 0.
-        valid_B: 1 for rows of the sequence, 0 for padding; same dtype.
-        A_log_H: Log of the gate slope per head.
-        dt_bias_HK: Gate bias.
-        state_HKV: State before the chunk.
-        lower_bound: Lower bound of the log decay (negative).
-
-    Returns:
-        Outputs (B, H, V), meaningless in padding rows, and the next state (H, K, V).
+        inputs: Raw inputs.
+        valid_GB: 1 for rows of a sequence, 0 for padding; float64.
+        gate: Decay parameters.
+        scale: Factor of the normalised queries.
+        dtype: Of the result.
     """
-    num_rows, key_dim = inputs.q_BHK.shape[0], inputs.q_BHK.shape[2]
-    q_HBK = (l2norm(inputs.q_BHK) * key_dim**-0.5).transpose(0, 1).contiguous()
-    k_HBK = l2norm(inputs.k_BHK).transpose(0, 1).contiguous()
-    v_HBV = inputs.v_BHV.transpose(0, 1).contiguous()
+    key_dim = inputs.k_GBHK.shape[3]
+    q_GHBK, k_GHBK = _by_head(l2norm(inputs.q_GBHK) * scale), _by_head(l2norm(inputs.k_GBHK))
     # A padding row must not decay the state either: its gate is zero although sigmoid(bias) is not.
-    g_BHK = safe_gate(inputs.f_BHK, A_log_H, dt_bias_HK, lower_bound) * valid_B[:, None, None]
-    beta_HB1 = (torch.sigmoid(inputs.b_BH) * valid_B[:, None]).transpose(0, 1).unsqueeze(-1).contiguous()
-    # Sums reach chunk_size * lower_bound (-320), where float32 resolves 3e-5: differences are taken in float64.
-    G_HBK = g_BHK.double().cumsum(0).transpose(0, 1).contiguous()
+    G_GHBK = _by_head(safe_gate(inputs.f_GBHK, *gate) * valid_GB[..., None, None]).cumsum(2)
+    beta_GHB1 = _by_head(torch.sigmoid(inputs.b_GBH) * valid_GB[..., None]).unsqueeze(-1)
+    decay_GHBK, end_GH1K = G_GHBK.exp(), G_GHBK[:, :, -1:]
 
-    decay_HBK = G_HBK.to(g_BHK.dtype).exp()
-    scores_HBB, write_HBB = _pairwise(q_HBK, k_HBK, G_HBK)
-    lower_HBB = write_HBB * beta_HB1
-    rhs_HBX = torch.cat([k_HBK * decay_HBK, v_HBV], dim=-1) * beta_HB1
+    write_GHBK = k_GHBK * beta_GHB1
+    scores_GHBB, A_GHBB = _pairwise(q_GHBK, write_GHBK, k_GHBK, G_GHBK, lower_bound=gate.lower_bound)
+    rhs_GHBX = torch.cat([write_GHBK * decay_GHBK, _by_head(inputs.v_GBHV) * beta_GHB1], dim=-1)
     # (I + A)^-1 by substitution: row i reads rows < i only. Powers of A would cancel badly when keys repeat.
-    solved_HBX = torch.linalg.solve_triangular(lower_HBB, rhs_HBX, upper=False, unitriangular=True)
-    w_HBK, u_HBV = solved_HBX.split([key_dim, v_HBV.shape[-1]], dim=-1)
-    new_HBV = u_HBV - torch.matmul(w_HBK.contiguous(), state_HKV)
-    o_HBV = torch.matmul(q_HBK * decay_HBK, state_HKV) + torch.matmul(scores_HBB, new_HBV)
-    to_end_HBK = (G_HBK[:, num_rows - 1 :] - G_HBK).to(g_BHK.dtype).exp()
-    update_HKV = torch.matmul((k_HBK * to_end_HBK).transpose(1, 2).contiguous(), new_HBV)
-    next_HKV = state_HKV * decay_HBK[:, num_rows - 1, :, None] + update_HKV
-    return o_HBV.transpose(0, 1), next_HKV
+    solved_GHBX = torch.linalg.solve_triangular(A_GHBB, rhs_GHBX, upper=False, unitriangular=True)
+    terms = ChunkTerms(
+        w_GHBK=solved_GHBX[..., :key_dim],
+        u_GHBV=solved_GHBX[..., key_dim:],
+        scores_GHBB=scores_GHBB,
+        q_GHBK=q_GHBK * decay_GHBK,
+        k_GHKB=(k_GHBK * (end_GH1K - G_GHBK).exp()).transpose(2, 3),
+        decay_GHK1=end_GH1K.exp().transpose(2, 3),
+    )
+    return ChunkTerms(*(x.to(dtype).contiguous() for x in terms))
 
 
-def _pairwise(q_HBK: Tensor, k_HBK: Tensor, G_HBK: Tensor) -> tuple[Tensor, Tensor]:
-    """``sum_K x_i k_j exp(G_i - G_j)`` for x = q (j <= i) and x = k (j < i).
+def next_state(state_HKV: Tensor, w_HBK: Tensor, u_HBV: Tensor, k_HKB: Tensor, decay_HK1: Tensor) -> Tensor:
+    """State behind one chunk: ``R = U - W S``, ``S' = Diag(exp(G_B)) S + (k~ exp(G_B - G))^T R``."""
+    r_HBV = torch.baddbmm(u_HBV, w_HBK, state_HKV, alpha=-1)
+    return torch.baddbmm(decay_HK1 * state_HKV, k_HKB, r_HBV)
 
-    Every exponent is a difference that is never positive, so a chunk of strong gates (64 rows of -5) neither
-    overflows nor loses the near-diagonal entries: inside a sub-block the difference is taken pair by pair, across
-    sub-blocks it is split at the later sub-block's first row.
+
+def previous_dstate(
+    dstate_HKV: Tensor, w_HBK: Tensor, k_HKB: Tensor, decay_HK1: Tensor, dr_HBV: Tensor, ds_HKV: Tensor
+) -> Tensor:
+    """Gradient of the state in front of one chunk.
+
+    Args:
+        dstate_HKV: Gradient of the state behind the chunk.
+        w_HBK: Of the chunk's terms, like ``k_HKB`` and ``decay_HK1``.
+        k_HKB: Transposed keys, decayed to the end.
+        decay_HK1: Decay of the whole chunk.
+        dr_HBV: ``P^T dO``.
+        ds_HKV: ``(q~ exp(G))^T dO``.
     """
-    num_heads, num_rows, key_dim = q_HBK.shape
-    sub = _SUB_BLOCK if num_rows % _SUB_BLOCK == 0 else num_rows
-    num_sub, dtype = num_rows // sub, q_HBK.dtype
-    qk_2HBK = torch.stack([q_HBK, k_HBK])
-    blocks_2HMNK = qk_2HBK.view(2, num_heads, num_sub, sub, key_dim)
-    k_HMNK = k_HBK.view(num_heads, num_sub, sub, key_dim)
-    G_HMNK = G_HBK.view(num_heads, num_sub, sub, key_dim)
-    causal_NN = torch.ones(sub, sub, dtype=torch.bool, device=q_HBK.device).tril()
-    gap_HMNNK = (G_HMNK.unsqueeze(3) - G_HMNK.unsqueeze(2)).to(dtype)
-    weight_HMNNK = gap_HMNNK.masked_fill(~causal_NN[..., None], -torch.inf).exp() * k_HMNK.unsqueeze(2)
-    diagonal_2HMNN = (blocks_2HMNK.unsqueeze(4) * weight_HMNNK).sum(-1)
+    dr_HBV = torch.baddbmm(dr_HBV, k_HKB.transpose(1, 2), dstate_HKV)
+    return torch.baddbmm(torch.addcmul(ds_HKV, decay_HK1, dstate_HKV), w_HBK.transpose(1, 2), dr_HBV, alpha=-1)
 
-    block_rows = []
-    for m in range(num_sub):
-        pieces = [diagonal_2HMNN[:, :, m]]
-        if m > 0:
-            start_H1K = G_HMNK[:, m, :1]
-            left_2HNK = blocks_2HMNK[:, :, m] * (G_HMNK[:, m] - start_H1K).to(dtype).exp()
-            right_HBK = k_HBK[:, : m * sub] * (start_H1K - G_HBK[:, : m * sub]).to(dtype).exp()
-            pieces.insert(0, torch.matmul(left_2HNK, right_HBK.transpose(1, 2)))
-        block_rows.append(F.pad(torch.cat(pieces, dim=-1), (0, num_rows - (m + 1) * sub)))
-    pairs_2HBB = torch.cat(block_rows, dim=2)
-    strict_BB = torch.ones(num_rows, num_rows, dtype=torch.bool, device=q_HBK.device).tril(-1)
-    return pairs_2HBB[0], pairs_2HBB[1].masked_fill(~strict_BB, 0.0)
+
+def chunk_outputs(terms: ChunkTerms, state_GHKV: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs ``O = (q~ exp(G)) S + P R`` (G, H, B, V) and next states of G chunks whose incoming states are known."""
+    r_GHBV = terms.u_GHBV - terms.w_GHBK @ state_GHKV
+    o_GHBV = terms.q_GHBK @ state_GHKV + terms.scores_GHBB @ r_GHBV
+    return o_GHBV, terms.decay_GHK1 * state_GHKV + terms.k_GHKB @ r_GHBV
+
+
+def _by_head(x_GBH: Tensor) -> Tensor:
+    return x_GBH.transpose(1, 2).contiguous()
+
+
+def _pairwise(
+    q_GHBK: Tensor, write_GHBK: Tensor, k_GHBK: Tensor, G_GHBK: Tensor, *, lower_bound: float
+) -> tuple[Tensor, Tensor]:
+    """P and A of the README: ``sum_K x_i k_j exp(G_i - G_j)`` for x = q (j <= i) and x = beta k (j < i), else 0.
+
+    The exponent is split at the first row of a block of rows, ``(G_i - G_1) + (G_1 - G_j)``: the first part is never
+    positive, the second at most ``_MAX_EXPONENT`` inside the block and never positive before it. No factor overflows
+    float64 and none underflows that matters: 128 rows at -5 fit into one block.
+    """
+    num_rows = q_GHBK.shape[2]
+    block = max(int(_MAX_EXPONENT / -lower_bound), 1)
+    block_rows: tuple[list[Tensor], list[Tensor]] = ([], [])
+    for first in range(0, num_rows, block):
+        last = min(first + block, num_rows)
+        # Constant for autograd: where the exponent is split does not change the product.
+        at_GH1K = G_GHBK[:, :, first : first + 1].detach()
+        down_GHNK = (G_GHBK[:, :, first:last] - at_GH1K).exp()
+        right_GHKB = (k_GHBK[:, :, :last] * (at_GH1K - G_GHBK[:, :, :last]).exp()).transpose(2, 3)
+        for x_GHBK, rows in zip((q_GHBK, write_GHBK), block_rows):
+            rows.append((x_GHBK[:, :, first:last] * down_GHNK) @ right_GHKB)
+    scores_GHBB, A_GHBB = (_joined(rows, num_rows).tril_(-1) for rows in block_rows)
+    # A row does not decay towards itself: no exponent, and no rounding noise in its gradient.
+    scores_GHBB.diagonal(dim1=2, dim2=3).copy_((q_GHBK * k_GHBK).sum(-1))
+    return scores_GHBB, A_GHBB
+
+
+def _joined(block_rows: list[Tensor], num_rows: int) -> Tensor:
+    if len(block_rows) == 1:
+        return block_rows[0]
+    return torch.cat([F.pad(x, (0, num_rows - x.shape[3])) for x in block_rows], dim=2)

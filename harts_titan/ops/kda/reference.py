@@ -6,19 +6,37 @@ H heads, K key dim, V value dim.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from harts_titan.ops.kda.chunk import ChunkInputs, chunk_step, l2norm, safe_gate
+from harts_titan.ops.dtypes import wide_dtype
+from harts_titan.ops.kda.chunk import (
+    ChunkInputs,
+    ChunkTerms,
+    Gate,
+    chunk_outputs,
+    chunk_terms,
+    l2norm,
+    next_state,
+    previous_dstate,
+    safe_gate,
+)
 from harts_titan.ops.kda.sequences import PackedSequences
+from harts_titan.ops.single_thread import single_thread
 
+GROUP_ROWS = 512
+"""Rows computed at once, about: a multiple of 8 chunks, padded if there are fewer. A function of the chunk size only:
+shapes, and with them the rounding, must not depend on the call."""
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Dtype of the state and of the arithmetic: float64 for float64 inputs, float32 otherwise."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+# K and V are padded to the first, rows of a chunk to the second multiple: every matrix then starts at 64 bytes, where
+# BLAS takes the same path for each, and every tensor of a group is whole SIMD vectors, so that no element is the tail.
+DIM_MULTIPLE = 16
+ROW_MULTIPLE = 4
 
 
 def kda_reference(
@@ -36,41 +54,54 @@ def kda_reference(
     """Chunkwise KDA; arguments and results as in :func:`harts_titan.ops.kda.kda`.
 
     A row's output is bit-identical whatever the packing, as long as its path and its chunk grid are the same.
-    Memory beyond the inputs: one state per chunk and one output row per packed row.
+    Memory beyond the inputs: one state per chunk, one output row per packed row, and the temporaries of one group.
     """
-    return _ChunkwiseKDA.apply(
-        q_YHK, k_YHK, v_YHV, f_YHK, b_YH, A_log_H, dt_bias_HK, external_state_EHKV, sequences, lower_bound
+    key_dim, value_dim = q_YHK.shape[2], v_YHV.shape[2]
+    key_pad, value_pad = -key_dim % DIM_MULTIPLE, -value_dim % DIM_MULTIPLE
+    if key_pad or value_pad:
+        q_YHK, k_YHK, f_YHK, dt_bias_HK = (F.pad(x, (0, key_pad)) for x in (q_YHK, k_YHK, f_YHK, dt_bias_HK))
+        v_YHV = F.pad(v_YHV, (0, value_pad))
+        if external_state_EHKV is not None:
+            external_state_EHKV = F.pad(external_state_EHKV, (0, value_pad, 0, key_pad))
+    o_THV, exported_EHKV = _ChunkwiseKDA.apply(
+        *(q_YHK, k_YHK, v_YHV, f_YHK, b_YH, A_log_H, dt_bias_HK),
+        *(external_state_EHKV, sequences, lower_bound, key_dim**-0.5),
     )
+    return o_THV[..., :value_dim], exported_EHKV[:, :, :key_dim, :value_dim]
 
 
 class _ChunkwiseKDA(torch.autograd.Function):
-    """Forward keeps inputs and chunk-start states; backward walks the chunks in reverse and differentiates each."""
+    """Forward keeps inputs and chunk-start states; backward recomputes group by group, last chunk first."""
 
     @staticmethod
-    def forward(ctx, q, k, v, f, b, A_log, dt_bias, external_state, sequences, lower_bound):
-        dtype = compute_dtype(q.dtype)
-        packed = sequences.packed_row_P
-        A_log_c, dt_bias_c = A_log.to(dtype), dt_bias.to(dtype)
-        state_shape = (q.shape[1], q.shape[2], v.shape[2])
-        pool = q.new_zeros((sequences.num_pool_rows, *state_shape), dtype=dtype)
+    def forward(ctx, q, k, v, f, b, A_log, dt_bias, external_state, sequences, lower_bound, scale):
+        dtype = wide_dtype(q.dtype)
+        chunks = _Chunks(sequences)
+        gate = Gate(A_log.double(), dt_bias.double(), lower_bound)
+        zero = q.new_zeros((q.shape[1], q.shape[2], v.shape[2]), dtype=dtype)
+        pool = zero.new_zeros((sequences.num_pool_rows, *zero.shape))
         if external_state is not None:
             pool[: sequences.num_external_states] = external_state
-        starts = q.new_empty((sequences.num_chunks, *state_shape), dtype=dtype)
-        o_PHV = q.new_empty((packed.numel(), *v.shape[1:]), dtype=dtype)
-        chunks = _Chunks(sequences, (q, k, v, f, b), dtype)
-        for n in _by_round(sequences, "harts::round{}"):
-            init = sequences.init_state_host[n]
-            state = pool[init].clone() if init >= 0 else q.new_zeros(state_shape, dtype=dtype)
-            for c, (first, last) in chunks.of_sequence(n):
-                _export(pool, chunks.export_row(n, c), state)
-                starts[chunks.index(n, c)] = state
-                inputs, valid = chunks.load(first, last)
-                o_BHV, state = chunk_step(inputs, valid, A_log_c, dt_bias_c, state, lower_bound)
-                o_PHV[first:last] = o_BHV[: last - first]
-            _export(pool, chunks.export_row(n, chunks.count(n)), state)
+        starts = zero.new_zeros((chunks.num_groups * chunks.group, *zero.shape))
+        o_PHV = zero.new_empty((sequences.num_packed_rows, *v.shape[1:]))
+        state = zero
+        with single_thread(q.device):
+            for group in chunks.groups():
+                inputs = ChunkInputs(*chunks.load(group, (q, k, v, f, b)))
+                terms = chunk_terms(inputs, chunks.valid(group), gate, scale, dtype)
+                each = _by_chunk(terms.w_GHBK, terms.u_GHBV, terms.k_GHKB, terms.decay_GHK1)
+                for c in chunks.of_group(group, "harts::round{}"):
+                    if chunks.is_first(c):
+                        state = _initial_state(pool, chunks.init_state(c), zero)
+                        _export(pool, chunks.export_before(c), state)
+                    starts[c] = state
+                    state = next_state(state, *each[c - group.start])
+                    _export(pool, chunks.export_behind(c), state)
+                o_GHBV, _ = chunk_outputs(terms, chunks.rows_of(group, starts))
+                chunks.store(group, o_GHBV.transpose(1, 2), o_PHV)
         exported = pool[sequences.num_external_states :].clone()
         ctx.save_for_backward(q, k, v, f, b, A_log, dt_bias, starts)
-        ctx.sequences, ctx.lower_bound = sequences, lower_bound
+        ctx.chunks, ctx.lower_bound, ctx.scale = chunks, lower_bound, scale
         ctx.external_dtype = None if external_state is None else external_state.dtype
         ctx.set_materialize_grads(False)
         return o_PHV.index_select(0, sequences.kept_T).to(v.dtype), exported
@@ -78,90 +109,138 @@ class _ChunkwiseKDA(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, dexported):
         q, k, v, f, b, A_log, dt_bias, starts = ctx.saved_tensors
-        sequences, lower_bound = ctx.sequences, ctx.lower_bound
-        dtype = compute_dtype(q.dtype)
-        A_log_c, dt_bias_c = A_log.to(dtype), dt_bias.to(dtype)
+        chunks, sequences = ctx.chunks, ctx.chunks.sequences
         dpool = starts.new_zeros((sequences.num_pool_rows, *starts.shape[1:]))
         if dexported is not None:
             dpool[sequences.num_external_states :] = dexported
         do_PHV = starts.new_zeros((sequences.num_packed_rows, *v.shape[1:]))
         if do is not None:
-            do_PHV[sequences.kept_T] = do.to(dtype)
-        chunks = _Chunks(sequences, (q, k, v, f, b), dtype)
-        dpacked = [x.new_zeros((sequences.num_packed_rows, *x.shape[1:]), dtype=dtype) for x in (q, k, v, f, b)]
-        # Thousands of chunks add into these two: float64 keeps the sums exact enough for any order of chunks.
-        dA_log = torch.zeros_like(A_log, dtype=torch.float64)
-        ddt_bias = torch.zeros_like(dt_bias, dtype=torch.float64)
-        # Later rounds first: their initial-state gradients enter the exports of earlier rounds.
-        for n in _by_round(sequences, "harts::round{}_backward", backward=True):
-            dstate = _injected(dpool, chunks.export_row(n, chunks.count(n)), starts.new_zeros(starts.shape[1:]))
-            for c, (first, last) in reversed(chunks.of_sequence(n)):
-                inputs, valid = chunks.load(first, last)
-                leaves = [x.requires_grad_() for x in (*inputs, A_log_c.clone(), dt_bias_c.clone())]
-                state = starts[chunks.index(n, c)].clone().requires_grad_()
+            do_PHV[sequences.kept_T] = do.to(starts.dtype)
+        dpacked = [starts.new_empty((sequences.num_packed_rows, *x.shape[1:])) for x in (q, k, v, f, b)]
+        parameters = [x.to(torch.float64, copy=True).requires_grad_() for x in (A_log, dt_bias)]
+        gate = Gate(parameters[0], parameters[1], ctx.lower_bound)
+        dgate = [torch.zeros_like(x) for x in parameters]
+        dstate = zero = starts.new_zeros(starts.shape[1:])
+        with single_thread(q.device):
+            for group in reversed(chunks.groups()):
+                leaves = [x.requires_grad_() for x in chunks.load(group, (q, k, v, f, b))]
                 with torch.enable_grad():
-                    outputs = chunk_step(ChunkInputs(*leaves[:5]), valid, leaves[5], leaves[6], state, lower_bound)
-                do_BHV = chunks.padded(do_PHV, first, last)
-                *dinputs, dA, dbias, dstate = torch.autograd.grad(outputs, [*leaves, state], [do_BHV, dstate])
+                    terms = chunk_terms(ChunkInputs(*leaves), chunks.valid(group), gate, ctx.scale, starts.dtype)
+                fixed = ChunkTerms(*(x.detach() for x in terms))
+                do_GHBV = chunks.load_packed(group, do_PHV).transpose(1, 2).contiguous()
+                dr_GHBV = fixed.scores_GHBB.transpose(2, 3) @ do_GHBV
+                ds_GHKV = fixed.q_GHBK.transpose(2, 3) @ do_GHBV
+                each = _by_chunk(fixed.w_GHBK, fixed.k_GHKB, fixed.decay_GHK1, dr_GHBV, ds_GHKV)
+                dnext_GHKV = torch.zeros_like(ds_GHKV)
+                # Later rounds first: their initial-state gradients enter the exports of earlier rounds.
+                for c in chunks.of_group(group, "harts::round{}_backward", backward=True):
+                    if chunks.is_last(c):
+                        dstate = _injected(dpool, chunks.export_behind(c), zero)
+                    dnext_GHKV[c - group.start] = dstate
+                    dstate = previous_dstate(dstate, *each[c - group.start])
+                    dstate = _injected(dpool, chunks.export_before(c), dstate)
+                    if chunks.is_first(c) and chunks.init_state(c) >= 0:
+                        dpool[chunks.init_state(c)] += dstate
+                with torch.enable_grad():
+                    outputs = chunk_outputs(terms, chunks.rows_of(group, starts))
+                leaves += parameters
+                *dinputs, dA_log, ddt_bias = torch.autograd.grad(outputs, leaves, [do_GHBV, dnext_GHKV])
                 for total, part in zip(dpacked, dinputs):
-                    total[first:last] = part[: last - first]
-                dA_log += dA
-                ddt_bias += dbias
-                dstate = _injected(dpool, chunks.export_row(n, c), dstate)
-            if sequences.init_state_host[n] >= 0:
-                dpool[sequences.init_state_host[n]] += dstate
+                    chunks.store(group, part, total)
+                for total, part in zip(dgate, (dA_log, ddt_bias)):
+                    total += part
         dinputs = [_sum_replays(x, part, sequences) for x, part in zip((q, k, v, f, b), dpacked)]
         dexternal = None
         if ctx.external_dtype is not None:
             dexternal = dpool[: sequences.num_external_states].to(ctx.external_dtype)
-        return (*dinputs, dA_log.to(A_log.dtype), ddt_bias.to(dt_bias.dtype), dexternal, None, None)
-
-
-def _by_round(sequences: PackedSequences, name: str, *, backward: bool = False) -> Iterator[int]:
-    """Yield the sequences round after round, each round inside a profiler range; last to first for ``backward``."""
-    rounds = list(enumerate(sequences.rounds))
-    for r, (first, last) in reversed(rounds) if backward else rounds:
-        with record_function(name.format(r)):
-            yield from reversed(range(first, last)) if backward else range(first, last)
+        return (*dinputs, dgate[0].to(A_log.dtype), dgate[1].to(dt_bias.dtype), dexternal, None, None, None)
 
 
 class _Chunks:
-    """Row ranges and zero-padded inputs of the chunks of a call."""
+    """The chunks of a call, sequence after sequence, in groups of a fixed number; groups may span rounds."""
 
-    def __init__(self, sequences: PackedSequences, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> None:
-        self.sequences, self.inputs, self.dtype = sequences, inputs, dtype
-        self.size = sequences.chunk_size
-        self.valid_masks = torch.ones(self.size, self.size, dtype=dtype, device=inputs[0].device).tril()
+    def __init__(self, sequences: PackedSequences) -> None:
+        self.sequences = sequences
+        size = sequences.chunk_size
+        self.size = -(-size // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.group = max(GROUP_ROWS // self.size // 8, 1) * 8
+        self.num_groups = -(-sequences.num_chunks // self.group)
+        sequence_C, chunk_C = sequences.chunk_indices_C2.unbind(1)
+        self.sequence = sequence_C.tolist()
+        offset = sequences.chunk_offset_host
+        self.round = [r for r, (i, j) in enumerate(sequences.rounds) for _ in range(offset[i], offset[j])]
+        first_row_C = sequences.cu_seqlens_Q1[sequence_C] + chunk_C * size
+        self.first_row = [*first_row_C.tolist(), sequences.num_packed_rows]
+        packed_P = torch.arange(sequences.num_packed_rows, device=sequences.device)
+        chunk_P = torch.searchsorted(first_row_C, packed_P, right=True) - 1
+        # Where a packed row lies among the rows of all chunks.
+        self.slot_P = chunk_P * self.size + packed_P - first_row_C[chunk_P]
 
-    def count(self, n: int) -> int:
-        return self.sequences.chunk_offset_host[n + 1] - self.sequences.chunk_offset_host[n]
+    def groups(self) -> list[range]:
+        count = self.sequences.num_chunks
+        return [range(c, min(c + self.group, count)) for c in range(0, count, self.group)]
 
-    def index(self, n: int, c: int) -> int:
-        return self.sequences.chunk_offset_host[n] + c
+    def of_group(self, group: range, name: str, *, backward: bool = False) -> Iterator[int]:
+        """Yield the chunks of a group, each round's inside its profiler range; last to first for ``backward``."""
+        chunks = reversed(group) if backward else group
+        for r, inside in itertools.groupby(chunks, key=self.round.__getitem__):
+            with record_function(name.format(r)):
+                yield from inside
 
-    def export_row(self, n: int, boundary: int) -> int:
-        return self.sequences.export_row_host[self.index(n, boundary) + n]
+    def is_first(self, c: int) -> bool:
+        return c == self.sequences.chunk_offset_host[self.sequence[c]]
 
-    def of_sequence(self, n: int) -> list[tuple[int, tuple[int, int]]]:
-        begin, end = self.sequences.cu_seqlens_host[n : n + 2]
-        starts = range(begin, end, self.size)
-        return [(c, (start, min(start + self.size, end))) for c, start in enumerate(starts)]
+    def is_last(self, c: int) -> bool:
+        return c + 1 == self.sequences.chunk_offset_host[self.sequence[c] + 1]
 
-    def load(self, first: int, last: int) -> tuple[ChunkInputs, Tensor]:
-        """Raw inputs of packed rows [first, last) in fresh chunk-sized buffers, and their 0/1 validity."""
-        rows = self.sequences.packed_row_P[first:last]
-        buffers = []
-        for x in self.inputs:
-            buffer = x.new_zeros((self.size, *x.shape[1:]), dtype=self.dtype)
-            buffer[: last - first] = x.detach().index_select(0, rows)
-            buffers.append(buffer)
-        # A fresh copy, so that its alignment is the same for every length.
-        return ChunkInputs(*buffers), self.valid_masks[last - first - 1].clone()
+    def init_state(self, c: int) -> int:
+        return self.sequences.init_state_host[self.sequence[c]]
 
-    def padded(self, x_PHV: Tensor, first: int, last: int) -> Tensor:
-        buffer = x_PHV.new_zeros((self.size, *x_PHV.shape[1:]))
-        buffer[: last - first] = x_PHV[first:last]
-        return buffer
+    def export_before(self, c: int) -> int:
+        return self.sequences.export_row_host[c + self.sequence[c]]
+
+    def export_behind(self, c: int) -> int:
+        return self.sequences.export_row_host[c + self.sequence[c] + 1]
+
+    def rows_of(self, group: range, x_CHKV: Tensor) -> Tensor:
+        return x_CHKV[group.start : group.start + self.group]
+
+    def _slots(self, group: range) -> tuple[slice, Tensor]:
+        rows = slice(self.first_row[group.start], self.first_row[group.stop])
+        return rows, self.slot_P[rows] - group.start * self.size
+
+    def load(self, group: range, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+        """Path rows of the group's chunks, in float64 and zero where a chunk has no row: (G, B, ...)."""
+        rows, slots = self._slots(group)
+        packed = self.sequences.packed_row_P[rows]
+        return [self._spread(x.detach().index_select(0, packed).double(), slots) for x in inputs]
+
+    def load_packed(self, group: range, x_PHV: Tensor) -> Tensor:
+        """Packed rows of the group's chunks, likewise, in their own dtype."""
+        rows, slots = self._slots(group)
+        return self._spread(x_PHV[rows], slots)
+
+    def valid(self, group: range) -> Tensor:
+        """1.0 where the group's chunks have a row: (G, B)."""
+        _, slots = self._slots(group)
+        return self._spread(torch.ones_like(slots, dtype=torch.float64), slots)
+
+    def _spread(self, rows: Tensor, slots: Tensor) -> Tensor:
+        buffer = rows.new_zeros((self.group * self.size, *rows.shape[1:]))
+        return buffer.index_copy_(0, slots, rows).unflatten(0, (self.group, self.size))
+
+    def store(self, group: range, x_GBHV: Tensor, x_PHV: Tensor) -> None:
+        """Copy the rows of the group's chunks to their packed rows."""
+        rows, slots = self._slots(group)
+        x_PHV[rows] = x_GBHV.flatten(0, 1).index_select(0, slots)
+
+
+def _by_chunk(*terms: Tensor) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(x.unbind() for x in terms), strict=True))
+
+
+def _initial_state(pool: Tensor, row: int, zero: Tensor) -> Tensor:
+    return pool[row] if row >= 0 else zero
 
 
 def _export(pool: Tensor, row: int, state: Tensor) -> None:
@@ -200,7 +279,7 @@ def kda_recurrent(
 
     For tests: one Python step and one saved state per packed row.
     """
-    dtype = compute_dtype(q_YHK.dtype)
+    dtype = wide_dtype(q_YHK.dtype)
     q, k, v, f, b, A_log, dt_bias = (x.to(dtype) for x in (q_YHK, k_YHK, v_YHV, f_YHK, b_YH, A_log_H, dt_bias_HK))
     q, k, beta = l2norm(q) * q.shape[-1] ** -0.5, l2norm(k), torch.sigmoid(b)
     decay = safe_gate(f, A_log, dt_bias, lower_bound).exp()

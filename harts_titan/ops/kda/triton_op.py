@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import triton
 from torch import Tensor
+from torch.profiler import record_function
 
 from harts_titan.ops.kda import fla_pinned as fk
 from harts_titan.ops.kda.kernels import fan_in_rows, fan_in_states, state_scan_backward, state_scan_forward
@@ -344,6 +346,16 @@ def _sum_copies(packed: Tensor, t: _Index, dtype: torch.dtype) -> Tensor:
     return rows
 
 
+_Launch = TypeVar("_Launch")
+
+
+def _recorded(rounds: Sequence[_Launch], name: str, *, backward: bool = False) -> Iterator[_Launch]:
+    """Yield each round's launch inside its profiler range; last to first for ``backward``."""
+    for r in reversed(range(len(rounds))) if backward else range(len(rounds)):
+        with record_function(name.format(r)):
+            yield rounds[r]
+
+
 def _scan_forward(
     kg: Tensor, w: Tensor, u: Tensor, g: Tensor, pool: Tensor, t: _Index, chunk_size: int, *, first_time: bool
 ) -> tuple[Tensor, Tensor]:
@@ -357,7 +369,7 @@ def _scan_forward(
     h = kg.new_empty((1, num_chunks, H, K, V))
     v_new = torch.empty_like(u)
     launches = [(r.first_sequence, r.num_sequences) for r in t.rounds] if first_time else [(0, num_sequences)]
-    for first, count in launches:
+    for first, count in _recorded(launches, "harts::round{}" if first_time else "harts::all_rounds"):
         state_scan_forward[(count * H * triton.cdiv(V, SCAN_BLOCK_V),)](
             kg,
             w,
@@ -401,7 +413,7 @@ def _scan_backward(
     dinit = dpool.new_empty((max((r.num_starts for r in t.rounds), default=0), H, K, V))
     dh = kg.new_empty((1, t.chunk_indices_C2.shape[0], H, K, V))
     dv_new = torch.empty_like(dv)
-    for r in reversed(t.rounds):
+    for r in _recorded(t.rounds, "harts::round{}_backward", backward=True):
         state_scan_backward[(r.num_sequences * H * triton.cdiv(V, SCAN_BLOCK_V),)](
             qg,
             kg,
