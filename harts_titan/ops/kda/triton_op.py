@@ -1,6 +1,6 @@
 """KDA over packed tree sequences on CUDA: fla-core's chunk kernels around this project's own state scans.
 
-HARTS 3.3 (ChunkLA with exported boundary states). Everything inside a chunk is independent of the carried state, so
+HARTS 3.4 (ChunkLA with exported boundary states). Everything inside a chunk is independent of the carried state, so
 those kernels run once over all packed rows; only the two state scans run round by round, because a round starts from
 states that earlier rounds export. Replay rows are copies of ancestor rows: their outputs are dropped and their
 gradients are added to the ancestor's in float32, in packed order.
@@ -22,6 +22,7 @@ import triton
 from torch import Tensor
 from torch.profiler import record_function
 
+from harts_titan.ops.host_tables import to_device
 from harts_titan.ops.kda import fla_pinned as fk
 from harts_titan.ops.kda.kernels import fan_in_rows, fan_in_states, state_scan_backward, state_scan_forward
 from harts_titan.ops.kda.sequences import PackedSequences
@@ -117,15 +118,15 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
         sequences.chunk_indices_C2,
         sequences.chunk_offset_Q1,
         sequences.init_state_Q,
-        torch.from_numpy(slot),
+        to_device(slot, device),
         sequences.export_row_B,
-        torch.from_numpy(np.concatenate(fan_row)),
-        torch.from_numpy(np.cumsum(np.concatenate(fan_count))),
-        torch.from_numpy(np.concatenate(fan_slot)),
+        to_device(np.concatenate(fan_row), device),
+        to_device(np.cumsum(np.concatenate(fan_count)), device),
+        to_device(np.concatenate(fan_slot), device),
         fan_in.ptr_Y1,
         fan_in.packed_P,
     ):
-        flat = table.reshape(-1).to(device, torch.int64)
+        flat = table.reshape(-1).to(torch.int64)
         pieces += [flat, flat.new_zeros(-flat.numel() % _ALIGN)]
     header = [
         sequences.num_sequences,
@@ -173,7 +174,7 @@ def kda_triton(
 ) -> tuple[Tensor, Tensor]:
     """Run KDA over the packed sequences of one call.
 
-    HARTS 3.3. Differentiable in every floating input, through the exported states and the external states included.
+    HARTS 3.4. Differentiable in every floating input, through the exported states and the external states included.
     Deterministic: no atomics, and a row's result does not depend on what else is packed. Products of float32 inputs run
     in TF32 on CUDA.
 
