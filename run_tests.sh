@@ -4,7 +4,8 @@
 # Without arguments: the pre-commit hooks (ruff, import-linter, mypy), then all tests on two workers. With arguments:
 # pytest with them.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")"
+harts_root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+cd "$harts_root"
 . scripts/environment.sh "dev"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 if [ $# -gt 0 ]; then

@@ -31,7 +31,7 @@ from torchtitan.tools.utils import device_type, set_default_dtype
 
 from harts_titan.data import RolloutBatch, apply_overlong, check_vocabulary, label_aligned, token_aligned
 from harts_titan.models.common.router_losses import update_expert_bias
-from harts_titan.models.train_specs import hugging_face_format
+from harts_titan.models.train_specs import hugging_face_format, model_args_of
 from harts_titan.ops import OpsBackends
 from harts_titan.rl import (
     Metric,
@@ -130,12 +130,8 @@ class Engine:
             config.training.dtype = config.training.mixed_precision_param = dtype
         if hf_dir:
             model_args = hugging_face_format(config.model.name).read_args(Path(hf_dir) / "config.json")
-        elif config.model.flavor not in spec.model_args:
-            raise ValueError(
-                f"model.flavor = '{config.model.flavor}' is unknown; choose one of {list(spec.model_args)}"
-            )
         else:
-            model_args = copy.deepcopy(spec.model_args[config.model.flavor])
+            model_args = copy.deepcopy(model_args_of(config))
         model_args.update_from_config(config)
         distributed = dist.is_available() and dist.is_initialized()
         world = dist.get_world_size() if distributed else 1
@@ -191,6 +187,10 @@ class Engine:
             ValueError: If the batch lacks what the objective needs, before any compute.
             NonFiniteError: If a loss or gradient norm is not finite; the weights are then those of the last good step.
         """
+        if not isinstance(batch, RolloutBatch):
+            raise TypeError(
+                f"update takes a RolloutBatch, got {type(batch).__name__}; see harts_titan.data.from_padded"
+            )
         if self.optimizers is None:
             raise ValueError("this engine was built without an optimizer and can only compute log-probs")
         self.num_updates += 1
@@ -221,12 +221,15 @@ class Engine:
 
         Raises:
             ValueError: If a trajectory is longer than ``tree.max_tokens`` or has an id the model does not have.
+            NonFiniteError: If a log-prob is NaN or infinite; the message names the episodes.
         """
         check_vocabulary(batch, self.vocab_size)
         batch, _ = apply_overlong(batch, self.config.tree.max_tokens, "error")
         step = self.prepare(batch, None)
-        result = self.runner.run(step, backward=False)
-        return token_aligned(self._gather(result.logprob_S).numpy(), batch.offsets, 0.0)
+        logprob_S = self._gather(self.runner.run(step, backward=False).logprob_S)
+        if episodes := _episodes(batch, ~torch.isfinite(logprob_S)):
+            raise NonFiniteError(f"the model gives log-probs that are not finite in episodes {episodes}")
+        return token_aligned(logprob_S.numpy(), batch.offsets, 0.0)
 
     def save(self, folder: str | Path) -> None:
         """Write the weights as a checkpoint folder that ``from_config(checkpoint=...)`` reads on any number of ranks.
@@ -352,13 +355,11 @@ class Engine:
         return None if advantage_N is None else position_advantages(advantage_N, batch.offsets)
 
     def _split(self, batch: RolloutBatch) -> list[np.ndarray]:
-        number, count = batch.num_trajectories, self.config.rl.mini_batches
-        if number < count * self.dp_degree:
-            raise ValueError(
-                f"{number} trajectories cannot fill rl.mini_batches = {count} on {self.dp_degree} replicas; "
-                "use fewer mini-batches or larger batches"
-            )
-        return np.array_split(np.arange(number), count)
+        """Cut the batch into ``rl.mini_batches`` parts of neighbouring rows, fewer if a replica would get none."""
+        number = batch.num_trajectories
+        if number < self.dp_degree:
+            raise ValueError(f"{number} trajectories cannot fill {self.dp_degree} data-parallel replicas")
+        return np.array_split(np.arange(number), min(self.config.rl.mini_batches, number // self.dp_degree))
 
     @staticmethod
     def _pick(batch: RolloutBatch, values_S: np.ndarray, idx: np.ndarray) -> np.ndarray:
@@ -403,15 +404,12 @@ class Engine:
         terms = [loss, *(m.result() for name, m in metrics.items() if name.startswith("router/"))]
         if np.isfinite(grad_norm) and all(np.isfinite(terms)):
             return
-        bad_S = ~(torch.isfinite(result.logprob_S) & torch.isfinite(result.loss_S)).numpy()
-        rows = np.unique(step.batch.row_of_position(np.flatnonzero(bad_S)))
-        episodes = [step.batch.episode_id[n] or step.batch.location[n] for n in rows]
+        episodes = _episodes(step.batch, ~(torch.isfinite(result.logprob_S) & torch.isfinite(result.loss_S)))
         where = (
-            f"non-finite in episodes {episodes[:8]}"
+            f"non-finite in episodes {episodes}"
             if episodes
             else (
-                "all log-probs on this replica are finite; episodes of the step: "
-                f"{sorted(set(step.batch.episode_id))[:8]}"
+                f"log-probs and losses on this replica are finite; episodes: {sorted(set(step.batch.episode_id))[:8]}"
             )
         )
         self.optimizers.zero_grad()
@@ -447,6 +445,12 @@ class Engine:
             "data/dropped": float(steps[0].batch.num_dropped),
             "data/truncated": float(steps[0].batch.num_truncated),
         }
+
+
+def _episodes(batch: RolloutBatch, bad_S: Tensor) -> list[str]:
+    """Name up to eight trajectories that have a true entry in ``bad_S``: by episode, or by file and row."""
+    rows = np.unique(batch.row_of_position(np.flatnonzero(bad_S.numpy())))
+    return [batch.episode_id[n] or batch.location[n] for n in rows[:8]]
 
 
 def load_checkpoint(model: nn.Module, folder: str) -> None:

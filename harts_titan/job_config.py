@@ -6,7 +6,9 @@ line, and an unknown key is refused. Model sizes live in Python (``models/*/conf
 """
 
 # No `from __future__ import annotations`: ConfigManager merges sections by their real types.
+import argparse
 import dataclasses
+import tomllib
 import typing
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -40,7 +42,8 @@ class Data:
     """Where rollouts come from and how they are cut into training steps."""
 
     path: str = ""
-    """Rollout file, folder or glob: parquet or JSONL, one row per trajectory, or the delta-coded path format."""
+    """Rollout file, folder or glob: parquet or JSONL, one row per trajectory, or the delta-coded path format.
+    "synthetic" generates deterministic agent-like rollouts and keeps them as a public file in `job.dump_folder`."""
 
     scheme: Literal["step", "tree"] = "tree"
     """Path format only: step = independent episodes, tree = all branches."""
@@ -66,11 +69,8 @@ class Data:
     num_workers: int = 0
     """Processes that prepare steps ahead of training."""
 
-    synthetic: bool = False
-    """Write deterministic agent-like rollouts to `data.path` first if the file does not exist."""
-
     synthetic_trajectories: int = 48
-    """Number of trajectories of the synthetic file."""
+    """Trajectories to generate for `data.path = "synthetic"`."""
 
 
 @dataclass
@@ -110,6 +110,12 @@ class Ops:
 @dataclass
 class Model:
     """Overrides of torchtitan's defaults."""
+
+    name: str = "ling"
+    """Registered model spec."""
+
+    flavor: str = "debug"
+    """Size of the model: a key of its spec's `model_args`."""
 
     hf_assets_path: str = "."
     """Folder of Hugging Face assets for torchtitan's own loading (`checkpoint.initial_load_in_hf`). Rollouts are token
@@ -219,6 +225,43 @@ def validate(config: Any) -> None:
             )
 
 
+def parse_config(arguments: Sequence[str]) -> Any:
+    """Merge a TOML file and command-line options into one ``JobConfig``.
+
+    Args:
+        arguments: ``--job.config_file FILE`` and ``--section.field value`` pairs.
+
+    Returns:
+        The merged ``JobConfig``, not yet validated.
+
+    Raises:
+        ValueError: If the file is missing or no TOML, or an option or key is unknown.
+    """
+    # Imported here: ConfigManager itself imports this module by name.
+    from torchtitan.config import ConfigManager
+
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--job.config_file", "--job.config-file", dest="path")
+    path = parser.parse_known_args(list(arguments))[0].path
+    if path is not None:
+        if not Path(path).is_file():
+            raise ValueError(f"configuration file '{path}' does not exist; see train_configs/")
+        # ConfigManager logs a traceback for these; read the file once more to say it in a line.
+        try:
+            tomllib.loads(Path(path).read_text())
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is no valid TOML: {error}") from error
+    module = ["--job.custom_config_module", "harts_titan.job_config"]
+    given = any("custom_config_module" in a or "custom-config-module" in a for a in arguments)
+    try:
+        return ConfigManager().parse_args([*([] if given else module), *arguments])
+    except SystemExit as error:
+        # The parser has printed what it disliked, or the help that was asked for.
+        if error.code in (0, None):
+            raise
+        raise ValueError("an option of the form --section.field is not the configuration's; see above") from error
+
+
 def load_config(path: str, overrides: Sequence[str] = ()) -> Any:
     """Read a TOML configuration with command-line overrides and validate it.
 
@@ -232,20 +275,6 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Any:
     Raises:
         ValueError: If the file is missing or a setting is refused.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"configuration file '{path}' does not exist; see train_configs/")
-    # Imported here: ConfigManager itself imports this module by name.
-    from torchtitan.config import ConfigManager
-
-    module = ["--job.custom_config_module", "harts_titan.job_config"]
-    try:
-        config = ConfigManager().parse_args(["--job.config_file", path, *module, *overrides])
-    except SystemExit as error:
-        # The parser has printed what it disliked, or the help that was asked for.
-        if error.code in (0, None):
-            raise
-        raise ValueError(
-            f"the options {list(overrides)} do not fit the configuration; see the message above"
-        ) from error
+    config = parse_config(["--job.config_file", path, *overrides])
     validate(config)
     return config

@@ -8,6 +8,7 @@ rollouts of one step; the engine does the rest.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -16,16 +17,19 @@ from typing import Any
 import torch
 import torchtitan.train as titan
 from torchtitan.components.dataloader import DataloaderExhaustedError
-from torchtitan.config import ConfigManager
 from torchtitan.tools.logging import init_logger, logger
 
 from harts_titan import _compat
 from harts_titan.data import RolloutBatch
 from harts_titan.engine import Engine, NonFiniteError
-from harts_titan.job_config import validate
+from harts_titan.job_config import parse_config, validate
 
 # torchtitan's own version fails without an accelerator; Trainer.train looks the name up in its module.
 titan.maybe_enable_profiling = _compat.profiling
+
+
+# What a launcher sets; without one the process is the only rank. Port 0: any free one.
+_ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 class HartsTrainer(titan.Trainer):
@@ -33,7 +37,8 @@ class HartsTrainer(titan.Trainer):
 
     def __init__(self, job_config: Any) -> None:
         validate(job_config)
-        super().__init__(job_config)
+        # Without elastic's `record`, which prints a traceback for every exception, a user's one-line mistake included.
+        titan.Trainer.__init__.__wrapped__(self, job_config)
         dims = self.parallel_dims
         mesh = dims.get_mesh("batch") if dims.dp_enabled else None
         self.engine = Engine(
@@ -48,9 +53,14 @@ class HartsTrainer(titan.Trainer):
         )
         self.optimizers.register_step_pre_hook(lambda *_, **__: self.checkpointer.maybe_wait_for_staging())
         # Refuse unusable rollouts now, not when their step comes.
-        self.engine.check(self.dataloader.dataset.batch)
+        for members in self.dataloader.dataset.steps_of_epoch(0):
+            self.engine.check(self.dataloader.dataset.batch.select(members))
         self._window: dict[str, float] = {}
         self._window_start = time.perf_counter()
+
+    def train(self) -> None:
+        """Run the training loop of torchtitan, without elastic's `record` around it."""
+        titan.Trainer.train.__wrapped__(self)
 
     def batch_generator(self, data_iterable: Iterable[RolloutBatch]) -> Iterator[RolloutBatch]:
         """Yield the rollouts of one step after another and count their tokens."""
@@ -108,9 +118,11 @@ def main() -> None:
     logging.getLogger("harts_titan").setLevel(logging.INFO)
     logging.getLogger("harts_titan").handlers = logger.handlers or logging.getLogger().handlers
     logging.getLogger("harts_titan").propagate = False
+    for name, value in _ONE_RANK.items():
+        os.environ.setdefault(name, value)
     trainer: HartsTrainer | None = None
     try:
-        trainer = HartsTrainer(ConfigManager().parse_args(sys.argv[1:]))
+        trainer = HartsTrainer(parse_config(sys.argv[1:]))
         trainer.train()
     except ValueError as error:
         logger.error("%s", error)

@@ -86,12 +86,13 @@ def time_modes(
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     options, overrides = _parser().parse_known_args(argv)
+    common.check_target(options.json, "--json")
     if options.repeats < 1 or options.warmup < 0:
         raise ValueError(f"--repeats ({options.repeats}) must be at least 1 and --warmup ({options.warmup}) at least 0")
     config = load_config(options.config, [*common.config_overrides(options), *overrides])
     engine = Engine.from_config(config)
     data = config.data
-    batch = rollouts_from_config(data, vocab_size=engine.vocab_size)
+    batch = rollouts_from_config(data, vocab_size=engine.vocab_size, folder=config.job.dump_folder)
     dataset = RolloutDataset(
         batch, trajectories_per_step=data.trajectories_per_step, shuffle=data.shuffle, seed=data.seed
     )

@@ -38,10 +38,23 @@ def config_overrides(options: argparse.Namespace) -> list[str]:
         if options.limit < 1:
             raise ValueError(f"--limit ({options.limit}) must be at least 1")
         overrides += ["--data.limit", str(options.limit)]
-    if getattr(options, "rollouts", None):
-        # A file named on the command line must exist: never replace it by synthetic rollouts.
-        overrides += ["--data.path", options.rollouts, "--data.no-synthetic"]
+    if getattr(options, "rollouts", None) is not None:
+        overrides += ["--data.path", options.rollouts]
     return overrides
+
+
+def check_target(target: str | None, option: str) -> None:
+    """Refuse a file that could not be written, before the work that fills it.
+
+    Raises:
+        ValueError: If the folder is missing or the target is a folder.
+    """
+    if target is None or target == "-":
+        return
+    if Path(target).is_dir():
+        raise ValueError(f"{option}: '{target}' is a folder; name a file")
+    if not Path(target).absolute().parent.is_dir():
+        raise ValueError(f"{option}: the folder '{Path(target).parent}' does not exist")
 
 
 def _plain(value: Any) -> Any:
@@ -62,9 +75,6 @@ def write_json(result: dict[str, Any], target: str | None) -> None:
     if target == "-":
         sys.stdout.write(text + "\n")
         return
-    parent = Path(target).parent
-    if not parent.is_dir():
-        raise ValueError(f"--json: the folder '{parent}' does not exist")
     Path(target).write_text(text + "\n")
 
 
@@ -84,7 +94,7 @@ def run(main: Callable[[Sequence[str]], int], argv: Sequence[str] | None = None)
     logging.basicConfig(level=os.environ.get("HARTS_LOG", "WARNING"), format="%(levelname)s %(message)s")
     try:
         return main(sys.argv[1:] if argv is None else argv)
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         if os.environ.get("HARTS_TRACEBACK"):
             raise
         sys.stderr.write(f"error: {error}\n")

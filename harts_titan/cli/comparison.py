@@ -197,7 +197,8 @@ def relative_difference(a: Tensor, b: Tensor) -> float:
 class LogitFigures:
     """Distances between two runs' output distributions, summed over positions."""
 
-    cosine: float = 0.0
+    cosine_error: float = 0.0
+    """Sum of 1 - cosine."""
     positions: int = 0
     kl_by_depth: np.ndarray = field(default_factory=lambda: np.zeros(MAX_DEPTH + 1))
     nll_by_depth: np.ndarray = field(default_factory=lambda: np.zeros(MAX_DEPTH + 1))
@@ -213,7 +214,9 @@ class LogitFigures:
         """Return means: token cosine, symmetric KL (nats) and absolute NLL difference (nats) by hand-over depth."""
         total = max(self.positions, 1)
         return {
-            "mean_token_cosine": self.cosine / total,
+            "mean_token_cosine": 1.0 - self.cosine_error / total,
+            "mean_cosine_error": self.cosine_error / total,
+            "mean_abs_nll_diff": float(self.nll_by_depth.sum()) / max(int(self.labelled_by_depth.sum()), 1),
             "mean_symmetric_kl": float(self.kl_by_depth.sum()) / total,
             "symmetric_kl_by_depth": (self.kl_by_depth / np.maximum(self.positions_by_depth, 1)).tolist(),
             "mean_abs_nll_diff_by_depth": (self.nll_by_depth / np.maximum(self.labelled_by_depth, 1)).tolist(),
@@ -239,7 +242,8 @@ def compare_logits(engine: Engine, a: Recorded, b: Recorded, *, depth_S: Tensor,
     for start in range(0, len(depth_S), _POSITIONS_PER_CHUNK):
         at = torch.arange(start, min(start + _POSITIONS_PER_CHUNK, len(depth_S)))
         left, right = (_logits(record, at, weight).to(wide) for record in (a, b))
-        figures.cosine += float(F.cosine_similarity(left, right, dim=1).double().sum())
+        # Rounding may take a cosine above 1; an error is never negative.
+        figures.cosine_error += float((1.0 - F.cosine_similarity(left, right, dim=1).double()).clamp(min=0.0).sum())
         left_log, right_log = left.log_softmax(dim=1), right.log_softmax(dim=1)
         symmetric = 0.5 * ((left_log.exp() - right_log.exp()) * (left_log - right_log)).sum(dim=1)
         depth, labelled = depth_S[at], labelled_S[at]

@@ -25,8 +25,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="harts-logprobs",
         description="Write token-aligned log-probs of every trajectory, rows in input order (entry 0 is 0.0). A "
-        "'logprobs' column of the input is replaced. Unknown options of the form --section.field value override the "
-        "configuration.",
+        "'logprobs' column of the input is replaced, text group ids become numbers and unknown columns are left out. "
+        "Unknown options of the form --section.field value override the configuration.",
     )
     parser.add_argument("config", help="TOML configuration; section [tree] says how rows are packed")
     parser.add_argument("--rollouts", required=True, metavar="FILE", help="rollouts to score")
@@ -58,11 +58,11 @@ def score(engine: Engine, batch: RolloutBatch, *, trajectories: int) -> np.ndarr
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     options, overrides = _parser().parse_known_args(argv)
+    common.check_target(options.json, "--json")
     out = Path(options.out)
     if out.suffix not in _SUFFIXES:
         raise ValueError(f"--out must end in {' or '.join(_SUFFIXES)}, got '{options.out}'")
-    if not out.parent.is_dir():
-        raise ValueError(f"--out: the folder '{out.parent}' does not exist")
+    common.check_target(options.out, "--out")
     if options.batch < 1:
         raise ValueError(f"--batch ({options.batch}) must be at least 1")
     if options.hf_dir and options.checkpoint:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     engine = Engine.from_config(
         config, hf_dir=options.hf_dir, checkpoint=options.checkpoint, dtype=options.dtype, with_optimizer=False
     )
-    batch = rollouts_from_config(config.data, vocab_size=engine.vocab_size)
+    batch = rollouts_from_config(config.data, vocab_size=engine.vocab_size, folder=config.job.dump_folder)
     logprobs = score(engine, batch, trajectories=options.batch)
     write_rollouts(dataclasses.replace(batch, logprobs=logprobs), out)
     trained = batch.loss_mask

@@ -95,9 +95,13 @@ def plan_figures(plan: StepPlan) -> dict[str, Any]:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     options = _parser().parse_args(argv)
+    common.check_target(options.json, "--json")
     if options.save and len(options.input) > 1:
         raise ValueError("--save takes one INPUT; plan the steps one by one")
     common.config_overrides(options)
+    common.check_target(options.save, "--save")
+    if options.overlong != "error" and any(path.endswith(".npz") for path in options.input):
+        raise ValueError("--overlong applies to rollout files; an .npz must fit --capacity as it is")
     steps = []
     for path in tqdm(options.input, desc="plan", unit="step", disable=len(options.input) < 2):
         tokens, offsets, batch = read_step(path, scheme=options.scheme or "tree", limit=options.limit or 0)

@@ -44,7 +44,8 @@ class Bars:
     """Relative difference of loss, z-loss and load-balancing loss."""
     min_cosine: float
     rerun_factor: float | None
-    """Symmetric KL and 1 - cosine may be at most this many times the re-run error."""
+    """Symmetric KL, 1 - cosine and NLL difference may be at most this many times the re-run error; the gradient of all
+    parameters together twice that."""
 
 
 BARS = {
@@ -52,8 +53,12 @@ BARS = {
     "float64": Bars(logprob=1e-10, grad=1e-9, scalar=1e-9, min_cosine=0.9997, rerun_factor=None),
     # Judged on positions whose whole path routes equally; a flip near a tie is counted, not judged.
     "float32": Bars(logprob=1e-5, grad=1e-4, scalar=1e-4, min_cosine=0.9997, rerun_factor=None),
-    "bfloat16": Bars(logprob=None, grad=None, scalar=None, min_cosine=0.9997, rerun_factor=1.1),
+    # Rounding differs between any two packings: the baseline's own re-run error is the measure.
+    "bfloat16": Bars(logprob=None, grad=None, scalar=1e-3, min_cosine=0.9997, rerun_factor=1.1),
 }
+
+# What the float32 evaluation of two equal distributions still differs by.
+_FLOOR = 1e-6
 
 
 @dataclass
@@ -69,6 +74,8 @@ class Differences:
     z_loss_rel: float = 0.0
     load_balance_loss_rel: float = 0.0
     grad_rel: float = 0.0
+    grad_l2_rel: float = 0.0
+    """Relative difference of the gradient of all parameters together, Euclidean norm."""
     worst_parameter: str = ""
     counts_equal: bool = True
     flipped_positions: int = 0
@@ -92,6 +99,9 @@ class Differences:
                 getattr(self, f"{name}_rel"), abs(left - right) / max(abs(right), 1e-300) if left != right else 0.0
             )
             setattr(self, f"{name}_rel", worst)
+        error = sum(float((a.grads[name].double() - grad.double()).square().sum()) for name, grad in b.grads.items())
+        norm = sum(float(grad.double().square().sum()) for grad in b.grads.values())
+        self.grad_l2_rel = max(self.grad_l2_rel, math.sqrt(error / norm) if norm > 0 else math.inf if error else 0.0)
         for name, grad in b.grads.items():
             difference = relative_difference(a.grads[name], grad)
             if not difference <= self.grad_rel:
@@ -202,6 +212,7 @@ def _figures(d: Differences, prefix: str) -> dict[str, Any]:
         "z_loss_rel_diff": d.z_loss_rel,
         "load_balance_loss_rel_diff": d.load_balance_loss_rel,
         "max_grad_rel_diff": d.grad_rel,
+        "grad_l2_rel_diff": d.grad_l2_rel,
         "worst_parameter": d.worst_parameter,
         "expert_counts_equal": d.counts_equal,
         "positions_with_routing_flips": d.flipped_positions,
@@ -239,13 +250,15 @@ def failures(result: dict[str, Any], bars: Bars) -> list[str]:
     if result["mode"] == "compact" and result["core_bit_equal"] is False:
         found.append("linear-attention core outputs are not bit-equal to the per-trajectory run")
     if bars.rerun_factor is not None:
-        for name, error in (
-            ("mean_symmetric_kl", lambda figures: figures["mean_symmetric_kl"]),
-            ("1 - mean_token_cosine", lambda figures: 1.0 - figures["mean_token_cosine"]),
+        for name, factor in (
+            ("mean_symmetric_kl", bars.rerun_factor),
+            ("mean_cosine_error", bars.rerun_factor),
+            ("mean_abs_nll_diff", bars.rerun_factor),
+            ("grad_l2_rel_diff", 2 * bars.rerun_factor),
         ):
-            ours, again = error(result), error(result["rerun"])
-            if not ours <= bars.rerun_factor * again:
-                found.append(f"{name} = {ours:.3g}, at most {bars.rerun_factor} x the re-run's {again:.3g} is accepted")
+            ours, again = result[name], result["rerun"][name]
+            if not ours <= factor * again + _FLOOR:
+                found.append(f"{name} = {ours:.3g}, at most {factor:.3g} x the re-run's {again:.3g} is accepted")
     original, rows = result["original_tokens"], result["rows_executed"]
     for name, want in (("shared", result["compact_tokens"]), ("expanded", original), ("rerun", original)):
         if rows[name] != want:
@@ -256,6 +269,7 @@ def failures(result: dict[str, Any], bars: Bars) -> list[str]:
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     options, overrides = _parser().parse_known_args(argv)
+    common.check_target(options.json, "--json")
     if options.steps < 0:
         raise ValueError(f"--steps ({options.steps}) must not be negative")
     fixed = ["--activation_checkpoint.mode", "none", "--rl.mini_batches", "1"]
@@ -265,7 +279,7 @@ def main(argv: Sequence[str]) -> int:
     dtype = options.dtype or config.training.mixed_precision_param
     engine = Engine.from_config(config, hf_dir=options.hf_dir, dtype=dtype, with_optimizer=False)
     data = config.data
-    batch = rollouts_from_config(data, vocab_size=engine.vocab_size)
+    batch = rollouts_from_config(data, vocab_size=engine.vocab_size, folder=config.job.dump_folder)
     dataset = RolloutDataset(
         batch, trajectories_per_step=data.trajectories_per_step, shuffle=data.shuffle, seed=data.seed
     )

@@ -30,6 +30,8 @@ class RolloutDataset(IterableDataset):
     Args:
         batch: all trajectories, at least one.
         trajectories_per_step: least number per step; 0 = every step is the whole batch.
+        min_trajectories: what any step must have, one for each data-parallel replica; an epoch's last groups join the
+            step before them if they are fewer.
         shuffle: order the groups anew in every epoch, by ``seed`` and the epoch number.
         seed: of the shuffle.
 
@@ -38,7 +40,13 @@ class RolloutDataset(IterableDataset):
     """
 
     def __init__(
-        self, batch: RolloutBatch, *, trajectories_per_step: int = 0, shuffle: bool = False, seed: int = 0
+        self,
+        batch: RolloutBatch,
+        *,
+        trajectories_per_step: int = 0,
+        min_trajectories: int = 1,
+        shuffle: bool = False,
+        seed: int = 0,
     ) -> None:
         if not batch.num_trajectories:
             raise ValueError("there is no trajectory to train on; check data.path and data.limit")
@@ -48,7 +56,13 @@ class RolloutDataset(IterableDataset):
                 f"got {trajectories_per_step} and {seed}"
             )
         self.batch = batch
+        if batch.num_trajectories < min_trajectories:
+            raise ValueError(
+                f"{batch.num_trajectories} trajectories are fewer than the {min_trajectories} data-parallel replicas; "
+                "use more rollouts or fewer ranks"
+            )
         self.trajectories_per_step = trajectories_per_step
+        self.min_trajectories = min_trajectories
         self.shuffle = shuffle
         self.seed = seed
         self.groups = group_members(batch)
@@ -63,11 +77,14 @@ class RolloutDataset(IterableDataset):
         steps: list[list[np.ndarray]] = [[]]
         filled = 0
         for group in order.tolist():
-            if filled >= self.trajectories_per_step:
+            if filled >= max(self.trajectories_per_step, self.min_trajectories):
                 steps.append([])
                 filled = 0
             steps[-1].append(self.groups[group])
             filled += len(self.groups[group])
+        if filled < self.min_trajectories and len(steps) > 1:
+            last = steps.pop()
+            steps[-1] += last
         return [np.concatenate(members) for members in steps]
 
     def fingerprint(self) -> dict[str, Any]:
@@ -82,6 +99,7 @@ class RolloutDataset(IterableDataset):
         return {
             "rollouts": digest.hexdigest(),
             "trajectories_per_step": self.trajectories_per_step,
+            "min_trajectories": self.min_trajectories,
             "shuffle": self.shuffle,
             "seed": self.seed,
         }
@@ -208,6 +226,7 @@ def build_loader(
     batch_or_dataset: RolloutBatch | RolloutDataset,
     *,
     trajectories_per_step: int = 0,
+    min_trajectories: int = 1,
     shuffle: bool = False,
     seed: int = 0,
     num_workers: int = 0,
@@ -217,6 +236,7 @@ def build_loader(
     Args:
         batch_or_dataset: all trajectories; or a dataset, which then brings its own settings.
         trajectories_per_step: least number per step, whole groups; 0 = every step is the whole batch.
+        min_trajectories: see :class:`RolloutDataset`.
         shuffle: order the groups anew in every epoch.
         seed: of the shuffle.
         num_workers: processes that prepare steps; must be the same when a run is resumed.
@@ -235,7 +255,11 @@ def build_loader(
         dataset = batch_or_dataset
     else:
         dataset = RolloutDataset(
-            batch_or_dataset, trajectories_per_step=trajectories_per_step, shuffle=shuffle, seed=seed
+            batch_or_dataset,
+            trajectories_per_step=trajectories_per_step,
+            min_trajectories=min_trajectories,
+            shuffle=shuffle,
+            seed=seed,
         )
     logger.info(
         "data: %d trajectories in %d groups, %d step(s) in the first epoch",

@@ -12,13 +12,17 @@ from harts_titan.data.synthetic import write_synthetic
 
 logger = logging.getLogger(__name__)
 
+SYNTHETIC = "synthetic"
+"""Value of ``data.path`` that asks for generated rollouts."""
 
-def rollouts_from_config(data: Any, *, vocab_size: int) -> RolloutBatch:
-    """Read the rollouts of a configuration, writing the synthetic file first if it asks for one.
+
+def rollouts_from_config(data: Any, *, vocab_size: int, folder: str | Path) -> RolloutBatch:
+    """Read the rollouts of a configuration, generating them first if it asks for that.
 
     Args:
         data: section ``[data]`` (:class:`harts_titan.job_config.Data`).
         vocab_size: ids the model has.
+        folder: where generated rollouts are kept (``job.dump_folder``).
 
     Returns:
         All trajectories.
@@ -26,10 +30,16 @@ def rollouts_from_config(data: Any, *, vocab_size: int) -> RolloutBatch:
     Raises:
         ValueError: If ``data.path`` is empty, or a file or row is invalid; see :func:`read_rollouts`.
     """
-    if not data.path:
-        raise ValueError("data.path is empty; name a rollout file, folder or glob (see README, Rollout files)")
-    if data.synthetic and not Path(data.path).exists():
-        # The writer renames a complete file into place, so ranks may do this at the same time.
-        write_synthetic(data.path, trajectories=data.synthetic_trajectories, seed=data.seed)
-        logger.info("wrote synthetic rollouts to %s", data.path)
-    return read_rollouts(data.path, scheme=data.scheme, limit=data.limit, vocab_size=vocab_size, densify=data.densify)
+    path = data.path
+    if not path:
+        raise ValueError(
+            f"data.path is empty; name a rollout file, folder or glob, or '{SYNTHETIC}' for generated rollouts"
+        )
+    if path == SYNTHETIC:
+        # The name holds all that decides the content, so a file that is there can be used. The writer renames a
+        # complete file into place, so ranks may write at the same time.
+        path = str(Path(folder) / f"rollouts_{data.synthetic_trajectories}_{data.seed}.parquet")
+        if not Path(path).exists():
+            write_synthetic(path, trajectories=data.synthetic_trajectories, seed=data.seed)
+            logger.info("wrote generated rollouts to %s", path)
+    return read_rollouts(path, scheme=data.scheme, limit=data.limit, vocab_size=vocab_size, densify=data.densify)

@@ -12,6 +12,18 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--data.synthetic_trajectories", "12", "--data.trajectories_per_step", "4", "--metrics.no-enable_tensorboard"]
 
 
+def test_a_nan_stops_the_run_in_one_line(tmp_path):
+    """A learning rate that blows the weights up: the step and the episodes are named, nothing is saved."""
+    done = run_trainer(
+        tmp_path, *SMALL, "--optimizer.lr", "1e30", "--training.max_norm", "1e30", check=False, trace=False
+    )
+    assert done.returncode == 1
+    (line,) = [line for line in (done.stdout + done.stderr).splitlines() if "The optimizer step was not taken" in line]
+    assert "step 2" in line or "step 3" in line
+    assert "episodes" in line
+    assert "Traceback" not in done.stderr
+
+
 def run_trainer(tmp_path, *overrides, config="ling_debug", check=True, trace=True):
     module = "tests.integration.trainer_trace" if trace else "harts_titan.train"
     command = [
@@ -22,8 +34,6 @@ def run_trainer(tmp_path, *overrides, config="ling_debug", check=True, trace=Tru
         str(ROOT / f"train_configs/{config}.toml"),
         "--job.dump_folder",
         str(tmp_path / "out"),
-        "--data.path",
-        str(tmp_path / "rollouts.parquet"),
         *overrides,
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=dict(os.environ))
@@ -96,6 +106,9 @@ def test_profiler_writes_named_ranges(tmp_path):
     [
         (["--tree.max_tokens", "64"], "tree.max_tokens"),
         (["--training.seq_len", "128"], "training.seq_len"),
+        (["--data.path", "nosuch.parquet"], "nosuch.parquet"),
+        (["--model.flavor", "nosuch"], "model.flavor"),
+        (["--tree.chunk_sise", "8"], "--section.field"),
         (["--rl.objective", "nosuch"], "nosuch"),
         (["--rl.objective", "grpo", "--rl.kl_coef", "0.1"], "ref_logprobs"),
         (["--parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree"),

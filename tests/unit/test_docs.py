@@ -226,12 +226,12 @@ def example(monkeypatch):
 
 
 def test_example_model_trains_and_verifies(example, tmp_path):
-    overrides = ["--data.path", str(tmp_path / "rollouts.parquet"), "--data.synthetic_trajectories", "8"]
+    overrides = ["--job.dump_folder", str(tmp_path), "--data.synthetic_trajectories", "8"]
     config = load_config(str(EXAMPLES / "tiny_attention.toml"), overrides)
     # The engine imports the module by the name in the configuration.
     engine = Engine.from_config(config)
     module = sys.modules["tiny_attention"]
-    batch = rollouts_from_config(config.data, vocab_size=engine.vocab_size)
+    batch = rollouts_from_config(config.data, vocab_size=engine.vocab_size, folder=tmp_path)
     losses = [engine.update(batch)["loss"] for _ in range(4)]
     assert losses[-1] < 0.9 * losses[0], losses
 

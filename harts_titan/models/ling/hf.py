@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -138,7 +138,10 @@ def _experts_together(entries: list[HfEntry]) -> list[HfEntry]:
 def _weight_map(folder: Path) -> dict[str, str]:
     """File of every tensor, from the index or from the headers."""
     if (folder / _INDEX).exists():
-        return json.loads((folder / _INDEX).read_text())["weight_map"]
+        try:
+            return json.loads((folder / _INDEX).read_text())["weight_map"]
+        except (json.JSONDecodeError, KeyError) as error:
+            raise ValueError(f"{folder / _INDEX} is no index of safetensors files: {error!r}") from error
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise ValueError(f"{folder} holds no .safetensors file and no {_INDEX}")
@@ -149,6 +152,13 @@ def _weight_map(folder: Path) -> dict[str, str]:
                 raise ValueError(f"{folder}: {key} is in {weight_map[key]} and in {file.name}; remove one of them")
             weight_map[key] = file.name
     return weight_map
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is no readable safetensors file: {error}") from error
 
 
 def _header_keys(file: Path) -> list[str]:
@@ -187,7 +197,7 @@ def load_hf(model: nn.Module, args: LingArgs, folder: str | Path) -> None:
         if key not in skipped:
             keys_of_file.setdefault(file_name, []).append(key)
     for file_name, keys in sorted(keys_of_file.items()):
-        with safe_open(folder / file_name, framework="pt") as file:
+        with _opened(folder / file_name) as file:
             held = set(file.keys())
             if not held.issuperset(keys):
                 names = ", ".join(sorted(set(keys) - held)[:8])

@@ -101,7 +101,10 @@ def from_hf_config(config: Mapping[str, Any] | str | Path) -> LingArgs:
     if not isinstance(config, Mapping):
         path = Path(config)
         path = path / "config.json" if path.is_dir() else path
-        where, config = str(path), json.loads(path.read_text())
+        try:
+            where, config = str(path), json.loads(path.read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no readable model configuration: {error}") from error
     assert isinstance(config, Mapping)
     _check_hf(config, where)
     values = {field: config[key] for key, field in _HF_REQUIRED.items()}
