@@ -7,14 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from harts_titan import _compat
-
-_compat.install()
-
-from harts_titan.models.common import router_losses  # noqa: E402
-from harts_titan.models.common.tree_inputs import TreeInputs  # noqa: E402
-from harts_titan.models.ling import FLAVOURS, Ling, LingArgs  # noqa: E402
-from harts_titan.tree import plan_step  # noqa: E402
+from harts_titan.models.common import router_losses
+from harts_titan.models.common.tree_inputs import TreeInputs
+from harts_titan.models.ling import FLAVOURS, Ling, LingArgs
+from harts_titan.tree import plan_step
 
 CHUNK = 16
 

@@ -9,12 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchtitan.config import Profiling
 
 from harts_titan import _compat
-
-# isort: split
-# After the shims, as in the package.
-from torchtitan.config import Profiling
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -8,11 +8,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from harts_titan import _compat
-
-_compat.install()
-
-from harts_titan.models.ling import (  # noqa: E402
+from harts_titan.models.ling import (
     FLAVOURS,
     Ling,
     LingArgs,
