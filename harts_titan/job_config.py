@@ -177,7 +177,7 @@ def _check_types(section: str, value: Any) -> None:
         elif want is float and isinstance(got, int) and not isinstance(got, bool):
             continue
         elif want in (int, float, str, bool) and type(got) is not want:
-            raise ValueError(f"{name} is {got!r} ({type(got).__name__}); a {want.__name__} is needed")
+            raise ValueError(f"{name} is {got!r} ({type(got).__name__}); type {want.__name__} is needed")
 
 
 def validate(config: Any) -> None:
