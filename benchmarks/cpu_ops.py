@@ -21,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harts_titan.ops.attention import TreeMask, tree_attention
-from harts_titan.ops.kda import PackedSequences, kda
+from harts_titan.models.common.tree_inputs import packed_sequences, tree_mask
+from harts_titan.ops.attention import tree_attention
+from harts_titan.ops.kda import kda
 from harts_titan.ops.short_conv import tree_short_conv
 from harts_titan.tree import plan_step
 from harts_titan.tree.plan import CallLayout
@@ -46,31 +47,13 @@ def forked_call(num_rows: int, chunk_size: int) -> CallLayout:
 
 
 def kda_case(call: CallLayout, dtype: torch.dtype) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    sequences = PackedSequences.build(
-        chunk_size=call.chunk_size,
-        cu_seqlens=call.cu_seqlens_Q1,
-        packed_row=call.packed_row_P,
-        kept=call.kept_T,
-        init_state=call.init_state_Q,
-        export_sequence=call.export_sequence_E,
-        export_boundary=call.export_boundary_E,
-        round_ptr=call.round_ptr_R1,
-        num_path_rows=call.num_rows,
-    )
+    sequences = packed_sequences(call)
     shapes = [(call.num_rows, HEADS, HEAD_DIM)] * 4 + [(call.num_rows, HEADS), (HEADS,), (HEADS, HEAD_DIM)]
     return lambda *x: kda(*x, sequences, backend="reference")[0], [torch.randn(s, dtype=dtype) for s in shapes]
 
 
 def attention_case(call: CallLayout, dtype: torch.dtype) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    mask = TreeMask.build(
-        tin=call.tin_Y,
-        tout=call.tout_Y,
-        seg_parent=call.seg_parent_V,
-        seg_start=call.seg_start_V,
-        seg_length=call.seg_length_V,
-        seg_row=call.seg_row_V,
-        seg_attach=call.seg_attach_V,
-    )
+    mask = tree_mask(call)
     inputs = [torch.randn(call.num_rows, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3)]
     return lambda *x: tree_attention(*x, mask, scale=HEAD_DIM**-0.5, backend="path"), inputs
 

@@ -38,6 +38,7 @@ from torch import Tensor
 
 if DRY:
     import tests.numerics.triton_interpreter  # noqa: F401
+from harts_titan.models.common.tree_inputs import packed_sequences, tree_mask
 from harts_titan.ops.attention import TreeMask, tree_attention
 from harts_titan.ops.attention.flex import tree_attention_flex
 from harts_titan.ops.attention.reference import tree_attention_path
@@ -146,7 +147,7 @@ def kda_numerics() -> Report:
             break
         layout = checks.layout_of(checks.random_segments(np.random.default_rng(7), C, 9), C)
         report[f"tree_{decay}"] = checks.check_kda(
-            checks.sequences_of(layout, DEVICE), SETTING, decay=decay, trajectories=checks.trajectories_of(layout)
+            packed_sequences(layout, DEVICE), SETTING, decay=decay, trajectories=checks.trajectories_of(layout)
         )
     lengths = [1, 2] if DRY else [*range(1, 131)]
     bounds = np.cumsum([0, *lengths])
@@ -188,7 +189,7 @@ def compiled() -> Report:
     )
     for segments in forests:
         layout = checks.layout_of([(p, -(-n // 10)) for p, n in segments] if DRY else segments, C)
-        sequences, mask = checks.sequences_of(layout, DEVICE), checks.mask_of(layout, DEVICE)
+        sequences, mask = packed_sequences(layout, DEVICE), tree_mask(layout, DEVICE)
         prepare_tables(sequences)
         if not DRY:
             prepare_attention_tables(mask, ATTENTION.key_dim)
@@ -242,15 +243,15 @@ def kda_bits() -> Report:
     for name, segments in [*((f"random_{i}", s) for i, s in enumerate(forests)), ("agent_tree", big)]:
         compact, expanded = (checks.layout_of(segments, C, mode) for mode in ("compact", "expanded"))
         x = [t.detach() for t in checks.kda_inputs(compact.num_rows, SETTING, "slow", seed=11)]
-        o, _ = kda_triton(*x[:7], checks.sequences_of(compact, DEVICE))
-        again, _ = kda_triton(*x[:7], checks.sequences_of(compact, DEVICE))
+        o, _ = kda_triton(*x[:7], packed_sequences(compact, DEVICE))
+        again, _ = kda_triton(*x[:7], packed_sequences(compact, DEVICE))
         rows = compact.row_of_position_S.to(DEVICE)
         # Expanded rows hold the same tokens: both layouts map positions of the same trajectories in one order.
         source = torch.empty(expanded.num_rows, dtype=torch.long)
         order = torch.argsort(expanded.source_position_S)
         source[expanded.row_of_position_S[order]] = compact.row_of_position_S[torch.argsort(compact.source_position_S)]
         source = source.to(DEVICE)
-        alone, _ = kda_triton(*(t[source] for t in x[:5]), *x[5:7], checks.sequences_of(expanded, DEVICE))
+        alone, _ = kda_triton(*(t[source] for t in x[:5]), *x[5:7], packed_sequences(expanded, DEVICE))
         theirs, _ = checks.fla_expanded(x, [(t, -1) for t in checks.trajectories_of(compact)], SETTING)
         report[name] = {
             "rows": compact.num_rows,
@@ -270,7 +271,7 @@ def kda_timing() -> Report:
     compact = layouts["compact"]
     report: Report = {"tree": describe(layouts)}
     inputs = checks.kda_inputs(compact.num_rows, SETTING, "slow", seed=0)[:7]
-    sequences = {mode: checks.sequences_of(layout, DEVICE) for mode, layout in layouts.items()}
+    sequences = {mode: packed_sequences(layout, DEVICE) for mode, layout in layouts.items()}
     for packed in sequences.values():
         prepare_tables(packed)
 
@@ -377,7 +378,7 @@ def attention_numerics() -> Report:
     report: Report = {}
     layout = checks.layout_of(checks.random_segments(np.random.default_rng(4), C, 5 if DRY else 14), C)
     masks = {
-        "sequence": checks.mask_of(layout, DEVICE),
+        "sequence": tree_mask(layout, DEVICE),
         "depth_first": checks.mask_depth_first(layout, DEVICE)[0],
         "attached": checks.mask_attached(layout, DEVICE),
     }
@@ -412,7 +413,7 @@ def attention_timing() -> Report:
     compact = layouts["compact"]
     tree = describe(layouts)
     report: Report = {"tree": tree}
-    mask = checks.mask_of(compact, DEVICE)
+    mask = tree_mask(compact, DEVICE)
     ordered, order = checks.mask_depth_first(compact, DEVICE)
     x = checks.attention_inputs(mask, ATTENTION)
     do = torch.randn(mask.num_rows, ATTENTION.num_heads, ATTENTION.value_dim, device=DEVICE, dtype=DTYPE)

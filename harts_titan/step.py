@@ -51,11 +51,20 @@ class StepResult:
     loss_S: Tensor = field(default_factory=lambda: torch.empty(0))
     """float64. Each position's share of the objective, label-aligned, on the CPU; 0 where nothing is trained."""
     metrics: dict[str, Metric] = field(default_factory=dict)
-    unbalanced: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict)
-    """Slot -> assignments, probability mass and experts per position of consumers in several calls whose balance
-    loss is only reported, not optimised."""
     counts_LE: Tensor | None = None
     """int64 assignments per MoE layer and expert, weighted by multiplicity; None without MoE layers."""
+
+
+@dataclass
+class _Consumer:
+    """A microbatch while its calls run, and what its load-balancing loss needs of all of them."""
+
+    calls: tuple[CallLayout, ...]
+    positions: int
+    counts_LE: Tensor | None = None
+    """Assignments of all calls, where a gradient needs them before the first call's backward pass."""
+    late: tuple[Tensor, Tensor, int] | None = None
+    """Assignments and probability mass so far and experts per position, where the loss is only reported."""
 
 
 CallObserver = Callable[[CallLayout, Any], None]
@@ -101,50 +110,47 @@ class StepRunner:
             backward: also compute the objective and its gradients.
             observer: called with every call's layout and model output (for comparisons and tests).
         """
-        calls = [
-            (slot, layout)
-            for slot in range(step.plan.num_slots)
-            for layout in step.plan.consumer(self.dp_rank, slot).calls
-        ]
         self._check_equal_calls(step.plan)
+        consumers = [step.plan.consumer(self.dp_rank, slot).calls for slot in range(step.plan.num_slots)]
+        layouts = [layout for calls in consumers for layout in calls]
         result = StepResult()
         logprobs: list[Tensor] = []
         losses: list[Tensor] = []
         parts: list[dict[str, Metric]] = []
-        consumer_counts: dict[int, Tensor | None] = {}
-        grad = contextlib.nullcontext() if backward else torch.no_grad()
-        with grad:
-            for i, (slot, layout) in enumerate(calls):
+        with contextlib.nullcontext() if backward else torch.no_grad():
+            for calls in consumers:
+                consumer = _Consumer(calls, sum(call.num_positions for call in calls))
                 if backward:
-                    set_last_backward(self.model, i == len(calls) - 1)
-                    if slot not in consumer_counts:
-                        consumer_counts[slot] = self._consumer_counts(step.plan, slot)
-                with record_function("harts::inputs"):
-                    inputs = TreeInputs.from_layout(layout, self.device, self.backends)
-                with record_function("harts::forward"):
-                    output = self.model(inputs)
-                logprobs.append(output.logprob_S.detach())
-                if backward:
-                    metrics, loss_S = self._backward(step, slot, layout, inputs, output, consumer_counts[slot], result)
-                    parts.append(metrics)
-                    losses.append(loss_S)
-                if observer is not None:
-                    observer(layout, output)
-        parts += [self._late_balance(step, slot, *sums) for slot, sums in result.unbalanced.items()]
+                    consumer.counts_LE = self._counts_before_backward(consumer)
+                for layout in calls:
+                    with record_function("harts::inputs"):
+                        inputs = TreeInputs.from_layout(layout, self.device, self.backends)
+                    if backward:
+                        set_last_backward(self.model, len(logprobs) == len(layouts) - 1)
+                    with record_function("harts::forward"):
+                        output = self.model(inputs)
+                    logprobs.append(output.logprob_S.detach())
+                    if backward:
+                        metrics, loss_S = self._backward(step, consumer, layout, inputs, output, result)
+                        parts.append(metrics)
+                        losses.append(loss_S)
+                    if observer is not None:
+                        observer(layout, output)
+                if consumer.late is not None:
+                    parts.append(self._late_balance(step, consumer, *consumer.late))
         # Read after the last launch: the device is never waited for between calls.
         result.metrics = merge_metrics(parts)
-        result.logprob_S = _in_step_order(calls, logprobs, step.totals.positions)
-        result.loss_S = _in_step_order(calls, losses, step.totals.positions)
+        result.logprob_S = _in_step_order(layouts, logprobs, step.totals.positions)
+        result.loss_S = _in_step_order(layouts, losses, step.totals.positions)
         return result
 
     def _backward(
         self,
         step: Step,
-        slot: int,
+        consumer: _Consumer,
         layout: CallLayout,
         inputs: TreeInputs,
         output: Any,
-        consumer_counts_LE: Tensor | None,
         result: StepResult,
     ) -> tuple[dict[str, Metric], Tensor]:
         with record_function("harts::objective"):
@@ -157,25 +163,21 @@ class StepRunner:
             if output.router:
                 counts_LE = expert_counts(output.router, inputs.multiplicity_T)
                 result.counts_LE = counts_LE if result.counts_LE is None else result.counts_LE + counts_LE
-                z, balance_loss = self._router_losses(step, slot, inputs, output.router, consumer_counts_LE)
+                z, balance_loss = self._router_losses(step, consumer, inputs, output.router)
                 loss = loss + self.moe.z_loss_coef * z + self.moe.load_balance_coef * balance_loss
                 metrics["router/z_loss"] = figure("sum", z, layout.num_positions)
-                if consumer_counts_LE is None and not self._is_whole_consumer(step.plan, slot):
-                    # Without a gradient the loss of a consumer in several calls is put together after the last one.
-                    mass_LE = probability_mass(output.router, inputs.multiplicity_T).detach()
-                    seen = result.unbalanced.get(slot)
-                    if seen is not None:
-                        counts_LE, mass_LE = seen[0] + counts_LE, seen[1] + mass_LE
-                    result.unbalanced[slot] = (counts_LE, mass_LE, output.router[0].topk_TA.shape[1])
-                else:
+                if consumer.counts_LE is not None or self._one_call_suffices(consumer):
                     metrics["router/load_balance_loss"] = figure("sum", balance_loss, layout.num_positions)
+                else:
+                    mass_LE = probability_mass(output.router, inputs.multiplicity_T).detach()
+                    if consumer.late is not None:
+                        counts_LE, mass_LE = consumer.late[0] + counts_LE, consumer.late[1] + mass_LE
+                    consumer.late = (counts_LE, mass_LE, output.router[0].topk_TA.shape[1])
         with record_function("harts::backward"):
             loss.backward()
         return metrics, objective.loss_S
 
-    def _router_losses(
-        self, step: Step, slot: int, inputs: TreeInputs, router: Any, consumer_counts_LE: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+    def _router_losses(self, step: Step, consumer: _Consumer, inputs: TreeInputs, router: Any) -> tuple[Tensor, Tensor]:
         """Return this call's share of the step's z-loss and load-balancing loss (HARTS 3.5).
 
         Both are means over the positions of the whole step, so microbatches weigh ``S_mb / S_step``.
@@ -184,29 +186,29 @@ class StepRunner:
         z = z_loss(router, inputs.multiplicity_T, num_positions=step_positions)
         if self.moe.load_balance_scope == "trajectory":
             return z, trajectory_load_balancing_loss(router, inputs.statistics, num_positions=step_positions)
-        positions = sum(call.num_positions for call in step.plan.consumer(self.dp_rank, slot).calls)
         whole = load_balancing_loss(
-            router, inputs.multiplicity_T, num_positions=positions, counts_LE=consumer_counts_LE
+            router, inputs.multiplicity_T, num_positions=consumer.positions, counts_LE=consumer.counts_LE
         )
-        return z, whole * (positions / step_positions)
+        return z, whole * (consumer.positions / step_positions)
 
-    def _late_balance(self, step: Step, slot: int, counts_LE: Tensor, mass_LE: Tensor, top_k: int) -> dict[str, Metric]:
-        positions = sum(call.num_positions for call in step.plan.consumer(self.dp_rank, slot).calls)
-        loss = balance(counts_LE, mass_LE, top_k=top_k, num_positions=positions) * (positions / step.totals.positions)
-        return {"router/load_balance_loss": figure("sum", loss, positions)}
+    def _late_balance(
+        self, step: Step, consumer: _Consumer, counts_LE: Tensor, mass_LE: Tensor, top_k: int
+    ) -> dict[str, Metric]:
+        loss = balance(counts_LE, mass_LE, top_k=top_k, num_positions=consumer.positions)
+        share = loss * (consumer.positions / step.totals.positions)
+        return {"router/load_balance_loss": figure("sum", share, consumer.positions)}
 
-    def _consumer_counts(self, plan: StepPlan, slot: int) -> Tensor | None:
-        """Return the assignment counts of a consumer that runs in several calls, None if one call sees them all.
+    def _counts_before_backward(self, consumer: _Consumer) -> Tensor | None:
+        """Return the assignment counts of a consumer that runs in several calls, None where nothing needs them.
 
         Load balancing multiplies counts and probabilities of the whole consumer, so the counts must be known before
         the first call's backward pass.
         """
-        calls = plan.consumer(self.dp_rank, slot).calls
-        if self._is_whole_consumer(plan, slot) or self.moe.load_balance_coef == 0:
+        if self._one_call_suffices(consumer) or self.moe.load_balance_coef == 0:
             return None
         total_LE: Tensor | None = None
         with torch.no_grad(), record_function("harts::expert_counts"):
-            for layout in calls:
+            for layout in consumer.calls:
                 inputs = TreeInputs.from_layout(layout, self.device, self.backends)
                 router = self.model(inputs).router
                 if not router:
@@ -215,10 +217,9 @@ class StepRunner:
                 total_LE = counts_LE if total_LE is None else total_LE + counts_LE
         return total_LE
 
-    def _is_whole_consumer(self, plan: StepPlan, slot: int) -> bool:
-        """Whether one call is enough to compute its share of the load-balancing loss."""
-        one_call = len(plan.consumer(self.dp_rank, slot).calls) == 1
-        return one_call or self.moe.load_balance_scope == "trajectory"
+    def _one_call_suffices(self, consumer: _Consumer) -> bool:
+        """Whether a call knows enough to compute its share of the load-balancing loss."""
+        return len(consumer.calls) == 1 or self.moe.load_balance_scope == "trajectory"
 
     def _check_equal_calls(self, plan: StepPlan) -> None:
         if self.dp_degree == 1:
@@ -232,12 +233,12 @@ class StepRunner:
                 )
 
 
-def _in_step_order(calls: list[tuple[int, CallLayout]], values: list[Tensor], size: int) -> Tensor:
+def _in_step_order(layouts: list[CallLayout], values: list[Tensor], size: int) -> Tensor:
     """Return the calls' per-position values as one CPU tensor in the step's order, 0 where no call had the position."""
     if not values:
         return torch.zeros(size)
     out = torch.zeros(size, dtype=values[0].dtype)
-    for (_, layout), value_S in zip(calls, values, strict=True):
+    for layout, value_S in zip(layouts, values, strict=True):
         out[layout.source_position_S] = value_S.cpu()
     return out
 

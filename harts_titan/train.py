@@ -1,6 +1,7 @@
 """Training entry point: a torchtitan trainer whose step is :meth:`harts_titan.engine.Engine.update`.
 
-``run_train.sh`` starts ``torchrun -m harts_titan.train --job.config_file CONFIG.toml [--section.field value ...]``.
+``run_train.sh`` starts ``python -m harts_titan.train --job.config_file CONFIG.toml [--section.field value ...]``, with
+torchrun in between when there are several ranks.
 torchtitan builds the meshes, the model, optimizers, schedulers, checkpoints and metrics; the loader delivers the
 rollouts of one step; the engine does the rest.
 """

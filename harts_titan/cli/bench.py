@@ -18,8 +18,8 @@ import torch
 from tqdm import tqdm
 
 from harts_titan.cli import common
-from harts_titan.data import RolloutBatch, RolloutDataset
-from harts_titan.data.source import rollouts_from_config
+from harts_titan.data import RolloutBatch
+from harts_titan.data.source import dataset_from_config
 from harts_titan.engine import Engine
 from harts_titan.job_config import load_config
 from harts_titan.tree import MODES
@@ -91,12 +91,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--repeats ({options.repeats}) must be at least 1 and --warmup ({options.warmup}) at least 0")
     config = load_config(options.config, [*common.config_overrides(options), *overrides])
     engine = Engine.from_config(config)
-    data = config.data
-    batch = rollouts_from_config(data, vocab_size=engine.vocab_size, folder=config.job.dump_folder)
-    dataset = RolloutDataset(
-        batch, trajectories_per_step=data.trajectories_per_step, shuffle=data.shuffle, seed=data.seed
-    )
-    step = batch.select(dataset.steps_of_epoch(0)[0])
+    dataset = dataset_from_config(config, vocab_size=engine.vocab_size)
+    step = dataset.batch.select(dataset.steps_of_epoch(0)[0])
     modes = time_modes(engine, step, modes=options.modes, repeats=options.repeats, warmup=options.warmup)
     device = (
         torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else platform.processor() or "CPU"

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from harts_titan.engine import Engine
 from harts_titan.models.common.tree_inputs import TreeInputs
+from harts_titan.ops.dtypes import wide_dtype
 from harts_titan.step import Step
 from harts_titan.tree import CallLayout
 
@@ -148,7 +149,7 @@ def execute(engine: Engine, step: Step, *, cores: bool = False) -> Recorded:
 
 
 def cores_bit_equal(engine: Engine, shared: Recorded, step_expanded: Step) -> tuple[bool, int]:
-    """Whether the core gives every token the bits of an ordinary per-trajectory run with the same kernel (HARTS 3.4).
+    """Whether the core gives every token the bits of an ordinary per-trajectory run with the same kernel (HARTS 2.2).
 
     The inputs that the cores of the shared run saw are copied to the expanded layout, where every trajectory is a
     sequence of its own, and the core runs again on them: differences in other layers cannot hide or cause one here.
@@ -169,7 +170,7 @@ def cores_bit_equal(engine: Engine, shared: Recorded, step_expanded: Step) -> tu
             source_T = source_T.to(engine.device)
             for module, (*arguments, output) in zip(modules, shared.cores[call], strict=True):
                 with torch.no_grad():
-                    again = module(*(t[source_T] for t in arguments), inputs, False)
+                    again = module(*(t[source_T] for t in arguments), inputs)
                 equal &= torch.equal(again, output[source_T])
                 compared += again.numel()
     return equal, compared
@@ -236,7 +237,7 @@ def compare_logits(engine: Engine, a: Recorded, b: Recorded, *, depth_S: Tensor,
         labelled_S: bool, positions with a label.
     """
     weight = engine.model.output.weight.detach()
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = wide_dtype(weight.dtype)
     figures = LogitFigures()
     depth_S = depth_S.clamp(max=MAX_DEPTH)
     for start in range(0, len(depth_S), _POSITIONS_PER_CHUNK):

@@ -15,7 +15,7 @@ from harts_titan.cli import common
 from harts_titan.data import RolloutBatch
 from harts_titan.data.source import rollouts_from_config
 from harts_titan.data.writer import write_rollouts
-from harts_titan.engine import Engine
+from harts_titan.engine import Engine, NonFiniteError
 from harts_titan.job_config import load_config
 
 _SUFFIXES = (".parquet", ".jsonl")
@@ -72,7 +72,11 @@ def main(argv: Sequence[str]) -> int:
         config, hf_dir=options.hf_dir, checkpoint=options.checkpoint, dtype=options.dtype, with_optimizer=False
     )
     batch = rollouts_from_config(config.data, vocab_size=engine.vocab_size, folder=config.job.dump_folder)
-    logprobs = score(engine, batch, trajectories=options.batch)
+    try:
+        logprobs = score(engine, batch, trajectories=options.batch)
+    except NonFiniteError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 1
     write_rollouts(dataclasses.replace(batch, logprobs=logprobs), out)
     trained = batch.loss_mask
     result = {

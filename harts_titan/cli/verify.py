@@ -28,7 +28,7 @@ from harts_titan.cli.comparison import (
     routing_agrees,
 )
 from harts_titan.data import RolloutDataset
-from harts_titan.data.source import rollouts_from_config
+from harts_titan.data.source import dataset_from_config
 from harts_titan.engine import Engine
 from harts_titan.job_config import load_config
 from harts_titan.step import Step
@@ -92,30 +92,32 @@ class Differences:
             setattr(self, name, _worst(getattr(self, name), difference_S))
             same = f"{name}_same_routing"
             setattr(self, same, _worst(getattr(self, same), difference_S[agrees_S]))
-        self.loss = max(self.loss, abs(a.loss - b.loss))
+        self.loss = _worse(self.loss, abs(a.loss - b.loss))
         for name in ("loss", "z_loss", "load_balance_loss"):
             left, right = getattr(a, name), getattr(b, name)
-            worst = max(
-                getattr(self, f"{name}_rel"), abs(left - right) / max(abs(right), 1e-300) if left != right else 0.0
-            )
-            setattr(self, f"{name}_rel", worst)
+            relative = abs(left - right) / max(abs(right), 1e-300) if left != right else 0.0
+            setattr(self, f"{name}_rel", _worse(getattr(self, f"{name}_rel"), relative))
         error = sum(float((a.grads[name].double() - grad.double()).square().sum()) for name, grad in b.grads.items())
         norm = sum(float(grad.double().square().sum()) for grad in b.grads.values())
-        self.grad_l2_rel = max(self.grad_l2_rel, math.sqrt(error / norm) if norm > 0 else math.inf if error else 0.0)
+        relative = 0.0 if error == 0.0 else math.sqrt(error / norm) if norm != 0.0 else math.inf
+        self.grad_l2_rel = _worse(self.grad_l2_rel, relative)
         for name, grad in b.grads.items():
-            difference = relative_difference(a.grads[name], grad)
-            if not difference <= self.grad_rel:
-                self.grad_rel, self.worst_parameter = difference, name
+            worse = _worse(self.grad_rel, relative_difference(a.grads[name], grad))
+            # NaN differs from itself: it is named once and kept.
+            if worse != self.grad_rel and not math.isnan(self.grad_rel):
+                self.grad_rel, self.worst_parameter = worse, name
         if a.counts_LE is not None and b.counts_LE is not None:
             self.counts_equal &= torch.equal(a.counts_LE, b.counts_LE)
         self.logits.add(compare_logits(engine, a, b, depth_S=depth_S, labelled_S=labelled_S))
 
 
+def _worse(so_far: float, difference: float) -> float:
+    """Return the larger of two differences; NaN is worse than any number and stays (``max`` would lose it)."""
+    return math.nan if math.isnan(so_far) or math.isnan(difference) else max(so_far, difference)
+
+
 def _worst(so_far: float, difference: torch.Tensor) -> float:
-    if not len(difference):
-        return so_far
-    worst = float(difference.max())
-    return worst if math.isnan(worst) else max(so_far, worst)
+    return _worse(so_far, float(difference.max())) if len(difference) else so_far
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -140,13 +142,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(engine: Engine, batch: Any) -> tuple[Step, dict[str, Any]]:
-    """Plan the shared run, with old log-probs if the objective needs them, and the options of the expanded ones."""
-    step = engine.prepare_update(batch)[0]
-    half = max(engine.config.tree.max_tokens // 2, int(batch.lengths.max()))
-    return step, {"mode": "expanded", "call_capacity": half, "reverse": True}
-
-
 def verify(engine: Engine, dataset: RolloutDataset, *, steps: int, dtype: str) -> dict[str, Any]:
     """Compare the modes on the first ``steps`` steps of an epoch (0 = all) and judge the differences.
 
@@ -162,13 +157,14 @@ def verify(engine: Engine, dataset: RolloutDataset, *, steps: int, dtype: str) -
     progress = tqdm(total=3 * len(members), desc="verify", unit="run")
     for idx in members:
         batch = dataset.batch.select(idx)
-        step, rerun_options = _prepare(engine, batch)
+        step = engine.prepare_update(batch)[0]
+        half = max(engine.config.tree.max_tokens // 2, int(step.batch.lengths.max()))
         step_expanded = engine.replan(step, mode="expanded")
         runs: list[Recorded] = []
         for name, one in (
             ("shared", step),
             ("expanded", step_expanded),
-            ("rerun", engine.replan(step, **rerun_options)),
+            ("rerun", engine.replan(step, mode="expanded", call_capacity=half, reverse=True)),
         ):
             runs.append(execute(engine, one, cores=name == "shared"))
             layers = set(runs[-1].rows_executed.values())
@@ -190,19 +186,19 @@ def verify(engine: Engine, dataset: RolloutDataset, *, steps: int, dtype: str) -
         **stats,
         "compression": stats["original_tokens"] / stats["compact_tokens"],
         "rows_executed": rows,
-        **_figures(shared, ""),
+        **_figures(shared),
         # None: the model has no linear-attention core.
         "core_bit_equal": core_equal if core_elements else None,
         "core_elements_compared": core_elements,
-        "rerun": _figures(rerun, ""),
+        "rerun": _figures(rerun),
     }
     result["failures"] = uneven + failures(result, BARS[dtype])
     result["passed"] = not result["failures"]
     return result
 
 
-def _figures(d: Differences, prefix: str) -> dict[str, Any]:
-    values = {
+def _figures(d: Differences) -> dict[str, Any]:
+    return {
         "max_logprob_diff": d.logprob,
         "max_logprob_diff_same_routing": d.logprob_same_routing,
         "max_entropy_diff": d.entropy,
@@ -218,7 +214,6 @@ def _figures(d: Differences, prefix: str) -> dict[str, Any]:
         "positions_with_routing_flips": d.flipped_positions,
         **d.logits.summary(),
     }
-    return {prefix + name: value for name, value in values.items()}
 
 
 def failures(result: dict[str, Any], bars: Bars) -> list[str]:
@@ -278,11 +273,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("tree.mode = 'expanded' has nothing to verify; use 'compact' or 'nodewise'")
     dtype = options.dtype or config.training.mixed_precision_param
     engine = Engine.from_config(config, hf_dir=options.hf_dir, dtype=dtype, with_optimizer=False)
-    data = config.data
-    batch = rollouts_from_config(data, vocab_size=engine.vocab_size, folder=config.job.dump_folder)
-    dataset = RolloutDataset(
-        batch, trajectories_per_step=data.trajectories_per_step, shuffle=data.shuffle, seed=data.seed
-    )
+    dataset = dataset_from_config(config, vocab_size=engine.vocab_size)
     result = verify(engine, dataset, steps=options.steps, dtype=dtype)
     common.write_json(result, options.json)
     shown = [

@@ -8,6 +8,8 @@ from typing import Any
 
 from harts_titan.data.batch import RolloutBatch
 from harts_titan.data.files import read_rollouts
+from harts_titan.data.loader import RolloutDataset
+from harts_titan.data.overlong import apply_overlong
 from harts_titan.data.synthetic import write_synthetic
 
 logger = logging.getLogger(__name__)
@@ -43,3 +45,28 @@ def rollouts_from_config(data: Any, *, vocab_size: int, folder: str | Path) -> R
             write_synthetic(path, trajectories=data.synthetic_trajectories, seed=data.seed)
             logger.info("wrote generated rollouts to %s", path)
     return read_rollouts(path, scheme=data.scheme, limit=data.limit, vocab_size=vocab_size, densify=data.densify)
+
+
+def dataset_from_config(config: Any, *, vocab_size: int, min_trajectories: int = 1) -> RolloutDataset:
+    """Read the rollouts of a configuration and cut them into its training steps.
+
+    The over-long policy is applied to all trajectories at once, so no step can turn out too small later.
+
+    Args:
+        config: merged ``JobConfig``; reads ``data``, ``tree.max_tokens`` and ``job.dump_folder``.
+        vocab_size: ids the model has.
+        min_trajectories: what any step must have, one for each data-parallel replica.
+
+    Raises:
+        ValueError: As :func:`rollouts_from_config`, or if a trajectory is too long and ``data.overlong`` refuses it.
+    """
+    data = config.data
+    batch = rollouts_from_config(data, vocab_size=vocab_size, folder=config.job.dump_folder)
+    batch, _ = apply_overlong(batch, config.tree.max_tokens, data.overlong)
+    return RolloutDataset(
+        batch,
+        trajectories_per_step=data.trajectories_per_step,
+        min_trajectories=min_trajectories,
+        shuffle=data.shuffle,
+        seed=data.seed,
+    )

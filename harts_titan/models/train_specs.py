@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
-from harts_titan.data import RolloutLoader, apply_overlong, build_loader
-from harts_titan.data.source import rollouts_from_config
+from harts_titan.data import RolloutLoader, build_loader
+from harts_titan.data.source import dataset_from_config
 from harts_titan.models import ling
 
 
@@ -61,23 +61,13 @@ def hugging_face_format(name: str) -> HuggingFaceFormat:
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> RolloutLoader:
     """Build the loader of training steps that torchtitan's trainer asks for; every rank loads whole steps.
 
-    The over-long policy is applied to all trajectories at once, so no step can turn out too small later.
-
     Raises:
         ValueError: If the model size is unknown or the rollouts are unusable.
     """
-    data = job_config.data
-    vocab_size = model_args_of(job_config).vocab_size
-    batch = rollouts_from_config(data, vocab_size=vocab_size, folder=job_config.job.dump_folder)
-    batch, _ = apply_overlong(batch, job_config.tree.max_tokens, data.overlong)
-    return build_loader(
-        batch,
-        trajectories_per_step=data.trajectories_per_step,
-        min_trajectories=dp_world_size,
-        shuffle=data.shuffle,
-        seed=data.seed,
-        num_workers=data.num_workers,
+    dataset = dataset_from_config(
+        job_config, vocab_size=model_args_of(job_config).vocab_size, min_trajectories=dp_world_size
     )
+    return build_loader(dataset, num_workers=job_config.data.num_workers)
 
 
 def model_args_of(job_config: Any) -> Any:

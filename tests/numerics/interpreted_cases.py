@@ -13,6 +13,7 @@ import torch._dynamo.testing
 
 import tests.numerics.kernel_checks as checks
 import tests.numerics.triton_interpreter  # noqa: F401
+from harts_titan.models.common.tree_inputs import packed_sequences
 from harts_titan.ops.kda import PackedSequences, kda, prepare_kda
 from harts_titan.ops.kda.triton_op import kda_triton, prepare_tables
 from harts_titan.ops.short_conv import ConvTaps, prepare_short_conv, tree_short_conv, triton_op
@@ -33,7 +34,7 @@ def kda_tree_equals_fla() -> dict[str, object]:
     layout = checks.layout_of(TREE, 32)
     assert layout.num_rounds > 1 and layout.packed_row_P.shape[0] > layout.num_rows
     return checks.check_kda(
-        checks.sequences_of(layout, "cpu"), HALF, decay="slow", trajectories=checks.trajectories_of(layout)
+        packed_sequences(layout, "cpu"), HALF, decay="slow", trajectories=checks.trajectories_of(layout)
     )
 
 
@@ -110,7 +111,7 @@ def conv_external_rows() -> dict[str, object]:
 def tables_are_built_once() -> dict[str, object]:
     """After ``prepare_*`` neither a forward nor a backward pass of any layer inverts taps or builds KDA tables."""
     layout = checks.layout_of([(-1, 5), (0, 3), (0, 2)], 32)
-    sequences = checks.sequences_of(layout, "cpu")
+    sequences = packed_sequences(layout, "cpu")
     taps = ConvTaps(layout.conv_tap_TW, layout.num_rows)
     with torch.no_grad():
         prepare_short_conv(taps, dtype=torch.float32, backend="triton")
@@ -147,7 +148,7 @@ def compiled_without_breaks() -> dict[str, object]:
     frames = []
     for segments in COMPILED:
         layout = checks.layout_of(segments, 32)
-        sequences = checks.sequences_of(layout, "cpu")
+        sequences = packed_sequences(layout, "cpu")
         prepare_tables(sequences)
         x = [t.detach() for t in checks.kda_inputs(sequences.num_path_rows, setting, "slow", seed=0)]
         args = (x[:7], layout.conv_tap_TW, torch.randn(16, 4), sequences)
@@ -188,7 +189,7 @@ def ops_are_well_formed() -> dict[str, object]:
 
 def backend_is_reachable() -> dict[str, object]:
     """The public entries run the kernels when asked to."""
-    sequences = checks.sequences_of(checks.layout_of([(-1, 5), (0, 3), (0, 2)], 32), "cpu")
+    sequences = packed_sequences(checks.layout_of([(-1, 5), (0, 3), (0, 2)], 32), "cpu")
     setting = checks.Setting("cpu", torch.float32, num_heads=1, key_dim=16, value_dim=16, chunk_size=32)
     x = checks.kda_inputs(sequences.num_path_rows, setting, "slow", seed=0)
     ours = kda(*x[:7], sequences, backend="triton")[0]

@@ -124,22 +124,6 @@ def layout_of(segments: Segments, chunk_size: int, mode: str = "compact") -> Cal
     return call
 
 
-def sequences_of(layout: CallLayout, device: str) -> PackedSequences:
-    return PackedSequences.build(
-        chunk_size=layout.chunk_size,
-        cu_seqlens=layout.cu_seqlens_Q1,
-        packed_row=layout.packed_row_P,
-        kept=layout.kept_T,
-        init_state=layout.init_state_Q,
-        export_sequence=layout.export_sequence_E,
-        export_boundary=layout.export_boundary_E,
-        round_ptr=layout.round_ptr_R1,
-        num_external_states=layout.num_external_states,
-        num_path_rows=layout.parent_Y.shape[0],
-        device=device,
-    )
-
-
 def trajectories_of(layout: CallLayout) -> list[np.ndarray]:
     """Path rows of each trajectory."""
     rows, bounds = layout.row_of_position_S.numpy(), layout.position_offset_N1.tolist()
@@ -387,18 +371,6 @@ def check_conv(segments: Segments, setting: Setting, *, channels: int, seed: int
         alone = tree_short_conv_triton(x[torch.from_numpy(rows)], weight, chain.clamp_min(-1))
         assert torch.equal(alone, y[torch.from_numpy(rows)]), "a trajectory alone gives other bits"
     return result
-
-
-def mask_of(layout: CallLayout, device: str) -> TreeMask:
-    return TreeMask.build(
-        tin=layout.tin_Y,
-        tout=layout.tout_Y,
-        seg_parent=layout.seg_parent_V,
-        seg_start=layout.seg_start_V,
-        seg_length=layout.seg_length_V,
-        seg_row=layout.seg_row_V,
-        device=device,
-    )
 
 
 def mask_depth_first(layout: CallLayout, device: str) -> tuple[TreeMask, Tensor]:

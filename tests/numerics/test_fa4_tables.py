@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 
+from harts_titan.models.common.tree_inputs import tree_mask
 from harts_titan.ops.attention.reference import tree_attention_dense
 from tests.numerics import kernel_checks as checks
 
@@ -91,7 +92,7 @@ def test_tables_give_dense_attention(fa4, seed, key_dim):
     layout = checks.layout_of(checks.random_segments(np.random.default_rng(seed), 64, 12), 64)
     setting = checks.Setting("cpu", torch.float16, num_heads=2, key_dim=key_dim, value_dim=32)
     for mask in (
-        checks.mask_of(layout, "cpu"),
+        tree_mask(layout, "cpu"),
         checks.mask_depth_first(layout, "cpu")[0],
         checks.mask_attached(layout, "cpu"),
     ):
@@ -101,14 +102,14 @@ def test_tables_give_dense_attention(fa4, seed, key_dim):
 
 def test_full_tiles_are_used(fa4):
     layout = checks.layout_of([(-1, 700), (0, 300), (0, 200)], 64)
-    tables = fa4.prepare_tables(checks.mask_of(layout, "cpu"), 192)
+    tables = fa4.prepare_tables(tree_mask(layout, "cpu"), 192)
     assert tables.sizes == ((128, 128), (128, 96))
     assert tables.forward[2].sum() > tables.forward[0].sum()
     assert tables.backward[2].sum() > 0
 
 
 def test_tables_are_built_once(fa4):
-    mask = checks.mask_of(checks.layout_of([(-1, 70), (0, 30), (0, 20)], 64), "cpu")
+    mask = tree_mask(checks.layout_of([(-1, 70), (0, 30), (0, 20)], 64), "cpu")
     assert fa4.prepare_tables(mask, 192) is fa4.prepare_tables(mask, 192)
     assert fa4.prepare_tables(mask, 64).sizes.backward == (128, 128)
 
@@ -120,7 +121,7 @@ def test_compiles_without_breaks(fa4):
     compiled = torch.compile(fa4.tree_attention_fa4, fullgraph=True, dynamic=True, backend=counter)
     graphs = []
     for segments in ([(-1, 400), (0, 290), (0, 300)], [(-1, 500), (0, 300), (0, 700)]):
-        mask = checks.mask_of(checks.layout_of(segments, 64), "cpu")
+        mask = tree_mask(checks.layout_of(segments, 64), "cpu")
         fa4.prepare_tables(mask, 64)
         x = checks.attention_inputs(mask, setting)
         ours, theirs = (f(*x, mask, 0.125) for f in (compiled, tree_attention_dense))
@@ -139,7 +140,7 @@ def test_compiles_without_breaks(fa4):
     ],
 )
 def test_refuses(fa4, change, word):
-    mask = checks.mask_of(checks.layout_of([(-1, 70), (0, 30), (0, 20)], 64), "cpu")
+    mask = tree_mask(checks.layout_of([(-1, 70), (0, 30), (0, 20)], 64), "cpu")
     x = checks.attention_inputs(mask, checks.Setting("cpu", torch.float16, key_dim=64, value_dim=32))
     with pytest.raises(ValueError, match=word):
         fa4.tree_attention_fa4(*change(*(t.detach() for t in x)), mask, 0.1)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from harts_titan.models.common.tree_inputs import packed_sequences, tree_mask
 from harts_titan.ops.attention import tree_attention
 from tests.numerics import kernel_checks as checks
 
@@ -26,7 +27,7 @@ def _needs_fla():
 @pytest.mark.parametrize("decay", checks.DECAYS)
 def test_kda_on_a_tree_equals_fla_per_trajectory(decay):
     layout = checks.layout_of(checks.random_segments(np.random.default_rng(7), 64, 9), 64)
-    sequences = checks.sequences_of(layout, "cuda")
+    sequences = packed_sequences(layout, "cuda")
     checks.check_kda(sequences, SETTING, decay=decay, trajectories=checks.trajectories_of(layout))
 
 
@@ -60,7 +61,7 @@ def test_attention(backend, order):
             pytest.skip("needs a device of compute capability 9 or newer")
     layout = checks.layout_of(checks.random_segments(np.random.default_rng(4), 64, 14), 64)
     mask = {
-        "sequence": lambda: checks.mask_of(layout, "cuda"),
+        "sequence": lambda: tree_mask(layout, "cuda"),
         "depth_first": lambda: checks.mask_depth_first(layout, "cuda")[0],
         "attached": lambda: checks.mask_attached(layout, "cuda"),
     }[order]()

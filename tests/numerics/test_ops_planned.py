@@ -6,39 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from harts_titan.ops.attention import TreeMask, tree_attention
-from harts_titan.ops.kda import PackedSequences, kda
+from harts_titan.models.common.tree_inputs import packed_sequences, tree_mask
+from harts_titan.ops.attention import tree_attention
+from harts_titan.ops.kda import kda
 from harts_titan.ops.short_conv import tree_short_conv
 from harts_titan.tree import plan_step
 from tests.numerics.ops_cases import kda_inputs, relative
-
-
-def sequences_of(call):
-    return PackedSequences.build(
-        chunk_size=call.chunk_size,
-        cu_seqlens=call.cu_seqlens_Q1,
-        packed_row=call.packed_row_P,
-        kept=call.kept_T,
-        init_state=call.init_state_Q,
-        export_sequence=call.export_sequence_E,
-        export_boundary=call.export_boundary_E,
-        round_ptr=call.round_ptr_R1,
-        num_external_states=call.num_external_states,
-        num_path_rows=call.parent_Y.numel(),
-    )
-
-
-def mask_of(call):
-    return TreeMask.build(
-        tin=call.tin_Y,
-        tout=call.tout_Y,
-        seg_parent=call.seg_parent_V,
-        seg_start=call.seg_start_V,
-        seg_length=call.seg_length_V,
-        seg_row=call.seg_row_V,
-        seg_attach=call.seg_attach_V,
-        num_external_rows=call.num_external_rows,
-    )
 
 
 def random_trajectories(seed):
@@ -71,8 +44,8 @@ def test_modes_agree(seed):
             prefix_T[call.row_of_position_S] = prefix_S[call.source_position_S]
             rows = [x[prefix_T] for x in inputs]
             outputs = (
-                kda(*rows, A_log, dt_bias, sequences_of(call))[0],
-                tree_attention(*rows[:3], mask_of(call), scale=0.4),
+                kda(*rows, A_log, dt_bias, packed_sequences(call))[0],
+                tree_attention(*rows[:3], tree_mask(call), scale=0.4),
                 tree_short_conv(rows[0].flatten(1), weight, call.conv_tap_TW),
             )
             for total, part in zip(out, outputs):

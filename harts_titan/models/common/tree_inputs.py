@@ -118,30 +118,6 @@ class TreeInputs:
 
         num_external_rows, num_rows = int(layout.num_external_rows), int(layout.num_rows)
         offsets_N1 = host("position_offset_N1")
-        kda = PackedSequences.build(
-            chunk_size=int(layout.chunk_size),
-            cu_seqlens=layout.cu_seqlens_Q1,
-            packed_row=layout.packed_row_P,
-            kept=layout.kept_T,
-            init_state=layout.init_state_Q,
-            export_sequence=layout.export_sequence_E,
-            export_boundary=layout.export_boundary_E,
-            round_ptr=layout.round_ptr_R1,
-            num_external_states=int(layout.num_external_states),
-            num_path_rows=num_external_rows + num_rows,
-            device=device,
-        )
-        mask = TreeMask.build(
-            tin=layout.tin_Y,
-            tout=layout.tout_Y,
-            seg_parent=layout.seg_parent_V,
-            seg_start=layout.seg_start_V,
-            seg_length=layout.seg_length_V,
-            seg_row=layout.seg_row_V,
-            seg_attach=layout.seg_attach_V,
-            num_external_rows=num_external_rows,
-            device=device,
-        )
         statistics = TreeStatistics.build(
             multiplicity_T=host("multiplicity_T"),
             part_T=host("part_T"),
@@ -156,8 +132,8 @@ class TreeInputs:
             row_of_position_S=to_device(host("row_of_position_S") - num_external_rows, device),
             label_S=to_device(host("label_S"), device),
             conv_taps=ConvTaps(to_device(host("conv_tap_TW"), device), num_external_rows + num_rows),
-            kda=kda,
-            attention=mask,
+            kda=packed_sequences(layout, device),
+            attention=tree_mask(layout, device),
             statistics=statistics,
             backends=backends or OpsBackends(),
             device=device,
@@ -167,3 +143,35 @@ class TreeInputs:
             num_external_rows=num_external_rows,
             max_position=int(host("position_T").max(initial=-1)),
         )
+
+
+def packed_sequences(layout: CallLayout, device: torch.device | str = "cpu") -> PackedSequences:
+    """Return the linear-attention sequences of a call layout (on the CPU), with their tables on ``device``."""
+    return PackedSequences.build(
+        chunk_size=layout.chunk_size,
+        cu_seqlens=layout.cu_seqlens_Q1,
+        packed_row=layout.packed_row_P,
+        kept=layout.kept_T,
+        init_state=layout.init_state_Q,
+        export_sequence=layout.export_sequence_E,
+        export_boundary=layout.export_boundary_E,
+        round_ptr=layout.round_ptr_R1,
+        num_external_states=layout.num_external_states,
+        num_path_rows=layout.parent_Y.shape[0],
+        device=device,
+    )
+
+
+def tree_mask(layout: CallLayout, device: torch.device | str = "cpu") -> TreeMask:
+    """Return who sees whom in a call layout (on the CPU), with its tables on ``device``."""
+    return TreeMask.build(
+        tin=layout.tin_Y,
+        tout=layout.tout_Y,
+        seg_parent=layout.seg_parent_V,
+        seg_start=layout.seg_start_V,
+        seg_length=layout.seg_length_V,
+        seg_row=layout.seg_row_V,
+        seg_attach=layout.seg_attach_V,
+        num_external_rows=layout.num_external_rows,
+        device=device,
+    )

@@ -52,9 +52,8 @@ class KDACore(WideModule):
         f_THK: Tensor,
         b_TH: Tensor,
         inputs: TreeInputs,
-        count: bool = False,
     ) -> Tensor:
-        """Return o (T, H, V) from the convolved q, k, v, the raw gate and the raw beta; ``count`` is not read."""
+        """Return o (T, H, V) from the convolved q, k, v, the raw gate and the raw beta."""
         o_THV, _ = kda(
             q_THK,
             k_THK,
