@@ -1,0 +1,67 @@
+"""What the execution of a work item costs (HARTS A.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class PlanCost:
+    """Cost coefficients of a model: integers, so that every rank and machine compares plans alike.
+
+    A work item with ``n`` executed rows, ``A`` attended pairs (query, visible key) and ``R`` recomputed pairs costs
+    ``forward_row * n + forward_pair * A`` forward and ``backward_row * n + backward_pair * R`` backward (HARTS A.2);
+    a consumer adds ``head_row`` times its complete rows to either (not in the paper, which leaves the head out).
+    The unit is floating-point operations, or picoseconds after calibration: only ratios matter.
+
+    Attributes:
+        forward_row: per row, forward, everything but attention scores and the LM head.
+        forward_pair: per attended pair, forward.
+        backward_row: per row, backward, recomputation included if the model recomputes.
+        backward_pair: per recomputed pair, backward.
+        head_forward_row: LM head and log-probs per complete row, forward.
+        head_backward_row: the same, backward.
+        row_alignment: executed rows of an item are rounded up to a multiple of this.
+        shared_row_bytes: interface tensors a producer keeps for one row, bytes over all layers.
+        handed_state_bytes: one boundary state, bytes over all linear-attention layers.
+        source: where the coefficients are from, for reports.
+    """
+
+    forward_row: int = 1
+    forward_pair: int = 0
+    backward_row: int = 2
+    backward_pair: int = 0
+    head_forward_row: int = 0
+    head_backward_row: int = 0
+    row_alignment: int = 8
+    shared_row_bytes: int = 0
+    handed_state_bytes: int = 0
+    source: str = "rows"
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if name == "source":
+                continue
+            if not isinstance(value, (int, np.integer)) or value < (name == "row_alignment"):
+                raise ValueError(f"PlanCost.{name} is {value!r}; must be a non-negative integer (row_alignment >= 1)")
+
+    def align(self, rows: np.ndarray) -> np.ndarray:
+        """Round rows up to the alignment."""
+        return -(-np.asarray(rows) // self.row_alignment) * self.row_alignment
+
+    def vector(self) -> np.ndarray:
+        """Return the cost coefficients and the alignment in declaration order, for compiled loops: int64 (7,)."""
+        return np.array(
+            [
+                self.forward_row,
+                self.forward_pair,
+                self.backward_row,
+                self.backward_pair,
+                self.head_forward_row,
+                self.head_backward_row,
+                self.row_alignment,
+            ],
+            np.int64,
+        )
