@@ -7,9 +7,9 @@ Importing this module registers them with torchtitan. A model outside this packa
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
@@ -17,6 +17,8 @@ from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 from harts_titan.data import RolloutLoader, build_loader
 from harts_titan.data.source import dataset_from_config
 from harts_titan.models import ling
+from harts_titan.models.ling.cost import ling_plan_cost
+from harts_titan.tree.cost import PlanCost
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,68 @@ def hugging_face_format(name: str) -> HuggingFaceFormat:
     return _HUGGING_FACE[name]
 
 
+class PlanCostFormula(Protocol):
+    """Cost coefficients of a model from its args; :func:`plan_cost` fills in ``source`` and ``row_alignment``."""
+
+    def __call__(self, args: Any, *, chunk_size: int, recompute: bool, element_bytes: int) -> PlanCost:
+        """Return the coefficients; see :func:`plan_cost` for the arguments."""
+
+
+_PLAN_COSTS: dict[str, PlanCostFormula] = {}
+
+
+def register_plan_cost(name: str, formula: PlanCostFormula) -> None:
+    """Tell what rows and attended pairs of the model spec ``name`` cost, for the planner.
+
+    Raises:
+        ValueError: If it is known already.
+    """
+    if name in _PLAN_COSTS:
+        raise ValueError(f"the plan cost of model '{name}' is already registered")
+    _PLAN_COSTS[name] = formula
+
+
+def plan_cost(
+    name: str,
+    flavor: str,
+    *,
+    tensor_parallel_degree: int = 1,
+    recompute: bool = True,
+    chunk_size: int = 64,
+    element_bytes: int = 2,
+) -> PlanCost:
+    """Return the planner's cost coefficients of a registered model, in floating-point operations (HARTS A.2).
+
+    Costs and bytes are those of a whole replica: tensor parallelism divides all of them alike.
+
+    Args:
+        name: model spec, ``model.name``.
+        flavor: size of the model, ``model.flavor``.
+        tensor_parallel_degree: ranks of one replica; rows are aligned to 8 for each.
+        recompute: layers run forward again in the backward pass (``activation_checkpoint.mode = "full"``).
+        chunk_size: tokens in a chunk of the linear-attention kernel.
+        element_bytes: of the dtype layers compute in.
+
+    Raises:
+        ValueError: If the model or its size is unknown, it has not said what its rows cost, or a degree is below 1.
+    """
+    if tensor_parallel_degree < 1 or chunk_size < 1 or element_bytes < 1:
+        raise ValueError(
+            f"tensor_parallel_degree ({tensor_parallel_degree}), chunk_size ({chunk_size}) and element_bytes "
+            f"({element_bytes}) must be at least 1"
+        )
+    if name not in _PLAN_COSTS:
+        raise ValueError(
+            f"model.name = '{name}' has not said what its rows cost (register_plan_cost); those that have: "
+            f"{list(_PLAN_COSTS)}"
+        )
+    cost = _PLAN_COSTS[name](
+        args_of_flavor(name, flavor), chunk_size=chunk_size, recompute=recompute, element_bytes=element_bytes
+    )
+    source = f"{name} {flavor}: operations at chunk size {chunk_size}, {'with' if recompute else 'no'} recomputation"
+    return replace(cost, row_alignment=8 * tensor_parallel_degree, source=source)
+
+
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> RolloutLoader:
     """Build the loader of training steps that torchtitan's trainer asks for; every rank loads whole steps.
 
@@ -76,11 +140,21 @@ def model_args_of(job_config: Any) -> Any:
     Raises:
         ValueError: If there is no such model or size.
     """
-    flavours = get_train_spec(job_config.model.name).model_args
-    if job_config.model.flavor not in flavours:
-        raise ValueError(f"model.flavor = '{job_config.model.flavor}' is unknown; choose one of {list(flavours)}")
-    return flavours[job_config.model.flavor]
+    return args_of_flavor(job_config.model.name, job_config.model.flavor)
+
+
+def args_of_flavor(name: str, flavor: str) -> Any:
+    """Return the registered sizes of the model spec ``name``.
+
+    Raises:
+        ValueError: If there is no such model or size.
+    """
+    flavours = get_train_spec(name).model_args
+    if flavor not in flavours:
+        raise ValueError(f"model.flavor = '{flavor}' is unknown; choose one of {list(flavours)}")
+    return flavours[flavor]
 
 
 register_train_spec(ling.NAME, ling.make_train_spec(build_dataloader))
 register_hugging_face(ling.NAME, HuggingFaceFormat(ling.from_hf_config, ling.load_hf, ling.save_hf))
+register_plan_cost(ling.NAME, ling_plan_cost)
