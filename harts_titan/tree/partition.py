@@ -1,31 +1,36 @@
-"""Exact contiguous partition of sorted trajectories into microbatches (HARTS 3.2, A.1).
+"""Level 1 of the planner: prefix compression (HARTS 3.2, A.1).
 
-Shapes: N trajectories in lexicographic order, K groups (microbatches).
+Shapes: N trajectories by sorted place, K groups (microbatches), S slots, D replicas.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numba
 import numpy as np
 
-_INFEASIBLE = np.iinfo(np.int64).max // 4
+from harts_titan.tree.contiguous import contiguous_partition
+from harts_titan.tree.slots import initial_objective
+from harts_titan.tree.sorted_step import SortedStep
+
+__all__ = ["Partition", "contiguous_partition", "partition_step"]
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Contiguous groups of the sorted order, placed on replicas and slots.
+    """Microbatches of a step and their initial places.
 
     Attributes:
-        bound_K1: int64 (K+1,) group ``g`` holds sorted places ``[bound[g], bound[g+1])``.
+        group_N: int64 group of the trajectory at each sorted place; every group has at least one.
         rows_K: int64 compact rows of each group.
         group_SD: int64 (num_slots, dp_degree) group that replica ``d`` runs in slot ``j``.
+        method: search that found the groups, for reports.
     """
 
-    bound_K1: np.ndarray
+    group_N: np.ndarray
     rows_K: np.ndarray
     group_SD: np.ndarray
+    method: str
 
     @property
     def num_groups(self) -> int:
@@ -35,130 +40,29 @@ class Partition:
     @property
     def objective(self) -> tuple[int, int, int]:
         """``J_init``: total compact rows, sum over slots of the largest replica, rows of the heaviest replica."""
-        rows_SD = self.rows_K[self.group_SD]
-        return int(self.rows_K.sum()), int(rows_SD.max(axis=1).sum()), int(rows_SD.sum(axis=0).max())
+        return initial_objective(self.rows_K, self.group_SD)
 
 
-def contiguous_partition(
-    length_N: np.ndarray, lcp_N: np.ndarray, capacity: int, dp_degree: int = 1, *, index_N: np.ndarray | None = None
+def partition_step(
+    step: SortedStep, *, capacity: int, dp_degree: int = 1, index_N: np.ndarray | None = None
 ) -> Partition:
-    """Return the contiguous partition of least ``J_init`` over every feasible number of groups (HARTS Eq. 1, A.1).
-
-    ``F[k,e] = W[e] + min_s (F[k-1,s] - W[s] + lcp[s+1])`` over the ``s`` whose group fits the capacity, where
-    ``W[e] = sum_{i<=e} (length_i - lcp_i)``. The feasible ``s`` form a window that only moves right, so a monotone
-    queue computes a layer in O(N). Not in the paper: layers are computed for every count, until a lower bound
-    (the distinct tokens plus the smallest ``k-1`` common prefixes) exceeds the best total found.
+    """Divide a step's trajectories into microbatches with few compact rows (HARTS 3.2).
 
     Args:
-        length_N: int64 tokens of each trajectory in lexicographic order.
-        lcp_N: int64 common prefix with the trajectory before; entry 0 is taken as 0.
-        capacity: compact rows a group may have.
-        dp_degree: number of replicas; the number of groups is a multiple of it.
-        index_N: names of the trajectories for error messages; default 0..N-1.
+        step: trajectories in lexicographic order.
+        capacity: compact rows a microbatch may have.
+        dp_degree: number of replicas; the number of microbatches is a multiple of it.
+        index_N: names of the trajectories by sorted place, for error messages; default ``step.order_N``.
 
     Returns:
-        The partition with groups in sorted order, and their places.
+        The microbatches and their initial places: a function of the arguments only.
 
     Raises:
         ValueError: If a trajectory is longer than ``capacity``, there are fewer trajectories than replicas, or an
             argument is out of range.
     """
-    length_N = np.ascontiguousarray(length_N, dtype=np.int64)
-    lcp_N = np.array(lcp_N, dtype=np.int64)
-    n = length_N.shape[0]
-    if length_N.ndim != 1 or length_N.shape != lcp_N.shape:
-        raise ValueError(f"length_N {length_N.shape} and lcp_N {lcp_N.shape} must be 1-D and equal in size")
-    if dp_degree < 1 or capacity < 1:
-        raise ValueError(f"dp_degree ({dp_degree}) and capacity ({capacity}) must be at least 1")
-    if n < dp_degree:
-        raise ValueError(
-            f"{n} trajectories cannot give each of {dp_degree} replicas one; "
-            "raise the number of trajectories in the step or lower dp_degree"
-        )
-    if length_N.max() > capacity:
-        i = int(length_N.argmax())
-        name = i if index_N is None else int(index_N[i])
-        raise ValueError(
-            f"trajectory {name} has {length_N[i]} tokens, more than capacity {capacity}; raise capacity, or drop or "
-            "truncate over-long trajectories"
-        )
-    lcp_N[0] = 0
-    work = np.concatenate([np.zeros(1, np.int64), np.cumsum(length_N - lcp_N)])
-    lowest = _first_feasible(work, lcp_N, int(capacity))
-    cut_cost = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.sort(lcp_N[1:]))])
-    best: Partition | None = None
-    best_total = _INFEASIBLE
-    cost = np.full(n + 1, _INFEASIBLE, np.int64)
-    cost[0] = 0
-    back: list[np.ndarray] = []
-    for k in range(1, n + 1):
-        if work[n] + cut_cost[k - 1] > best_total:
-            break
-        cost, origin = _layer(cost, work, lcp_N, lowest)
-        back.append(origin)
-        if k % dp_degree or cost[n] >= _INFEASIBLE or cost[n] > best_total:
-            continue
-        bound = [n]
-        for layer in reversed(back):
-            bound.append(int(layer[bound[-1]]))
-        candidate = _place(np.array(bound[::-1], np.int64), work, lcp_N, dp_degree)
-        if best is None or candidate.objective < best.objective:
-            best, best_total = candidate, int(cost[n])
-    # N singletons fit whenever every trajectory does, but N need not be a multiple of dp_degree.
-    if best is None:
-        raise ValueError(
-            f"no contiguous partition of {n} trajectories into a multiple of {dp_degree} microbatches of at most "
-            f"{capacity} rows exists; raise capacity or change the number of trajectories"
-        )
-    return best
-
-
-def _place(bound_K1: np.ndarray, work: np.ndarray, lcp_N: np.ndarray, dp_degree: int) -> Partition:
-    """Put groups of similar size into one slot, the heavier ones on the replica with less work so far."""
-    lo, hi = bound_K1[:-1], bound_K1[1:]
-    rows_K = work[hi] - work[lo] + lcp_N[lo]
-    group_SD = np.argsort(-rows_K, kind="stable").reshape(-1, dp_degree)
-    total_D = np.zeros(dp_degree, np.int64)
-    for slot in range(group_SD.shape[0]):
-        replica = np.argsort(total_D, kind="stable")
-        placed = np.empty(dp_degree, np.int64)
-        placed[replica] = group_SD[slot]
-        group_SD[slot] = placed
-        total_D += rows_K[placed]
-    return Partition(bound_K1, rows_K, group_SD)
-
-
-@numba.njit(cache=True)
-def _first_feasible(work, lcp_N, capacity):
-    """For each end ``e`` the least ``s`` such that places ``[s, e)`` fit; it never decreases."""
-    n = lcp_N.shape[0]
-    lowest = np.zeros(n + 1, np.int64)
-    s = 0
-    for e in range(1, n + 1):
-        while work[e] - work[s] + lcp_N[s] > capacity:
-            s += 1
-        lowest[e] = s
-    return lowest
-
-
-@numba.njit(cache=True)
-def _layer(previous, work, lcp_N, lowest):
-    """One more group: costs and the start of the last group, for every end."""
-    n = lcp_N.shape[0]
-    cost, origin = np.full(n + 1, _INFEASIBLE), np.full(n + 1, -1, np.int32)
-    queue, value = np.empty(n + 1, np.int32), np.empty(n + 1, np.int64)
-    head, tail = 0, 0
-    for e in range(1, n + 1):
-        s = e - 1
-        if previous[s] < _INFEASIBLE:
-            value[s] = previous[s] - work[s] + lcp_N[s]
-            while tail > head and value[queue[tail - 1]] > value[s]:
-                tail -= 1
-            queue[tail] = s
-            tail += 1
-        while head < tail and queue[head] < lowest[e]:
-            head += 1
-        if head < tail:
-            origin[e] = queue[head]
-            cost[e] = work[e] + value[queue[head]]
-    return cost, origin
+    found = contiguous_partition(
+        step.length_N, step.lcp_N, capacity, dp_degree, index_N=step.order_N if index_N is None else index_N
+    )
+    group_N = np.repeat(np.arange(found.num_groups), np.diff(found.bound_K1))
+    return Partition(group_N, found.rows_K, found.group_SD, "contiguous")
