@@ -43,13 +43,6 @@ class Attachment:
     attach_row_V: np.ndarray
     end_row_N: np.ndarray
 
-    def root_start(self) -> np.ndarray:
-        """Return the absolute start of each root, 0 elsewhere: int64 (V,)."""
-        start_V = np.zeros_like(self.attach_row_V)
-        hung = self.attach_row_V >= 0
-        start_V[hung] = self.position_X[self.attach_row_V[hung]] + 1
-        return start_V
-
 
 def detached(num_segments: int, num_trajectories: int) -> Attachment:
     """Return the attachment of a consumer without producer."""
@@ -57,17 +50,14 @@ def detached(num_segments: int, num_trajectories: int) -> Attachment:
     return Attachment(none, none, none, np.full(num_segments, -1), np.full(num_trajectories, -1))
 
 
-def plan_forest_rounds(
-    forest: Forest, *, chunk_size: int, mode: str, attachment: Attachment | None = None
-) -> RoundPlan:
+def plan_forest_rounds(forest: Forest, *, chunk_size: int, mode: str) -> RoundPlan:
     """Return the rounds of a forest under an execution mode.
 
     Args:
-        forest: segments of the consumer.
+        forest: segments of the work item; where a root starts behind position 0, a producer hands its state over.
         chunk_size: tokens in a linear-attention chunk.
         mode: ``compact`` (fewest rounds, with replay), ``nodewise`` (a round per segment, no replay) or ``expanded``
             (one round of whole trajectories; the forest has only roots).
-        attachment: the producer hung on, if any.
 
     Returns:
         The plan of ``plan_rounds`` for ``compact``, its trivial counterpart otherwise.
@@ -78,8 +68,8 @@ def plan_forest_rounds(
     num_segments = forest.num_segments
     none = np.zeros(num_segments, np.int64)
     if mode == "compact":
-        root_start = None if attachment is None else attachment.root_start()
-        return plan_rounds(forest.parent_V, forest.length_V, chunk_size, root_start)
+        root_start_V = np.where(forest.parent_V < 0, forest.start_V, 0)
+        return plan_rounds(forest.parent_V, forest.length_V, chunk_size, root_start_V)
     if mode == "nodewise":
         return RoundPlan(num_segments, np.arange(num_segments), np.zeros(num_segments, bool), none)
     if mode == "expanded":
@@ -100,6 +90,7 @@ def build_layout(
     num_taps: int = 4,
     restart_chunks: bool = False,
     attachment: Attachment | None = None,
+    handed_E: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Return every array of a ``CallLayout``, by field name (HARTS 3.3, 3.4).
 
@@ -114,6 +105,8 @@ def build_layout(
         restart_chunks: True if every sequence starts a chunk grid of its own at its first token (mode ``nodewise``),
             False if sequences start on the absolute chunk grid and replay.
         attachment: the producer hung on, if any.
+        handed_E: states that a producer hands over, exported beside those its own sequences start from: int64 segment
+            that makes each, and the tokens of its path before it.
 
     Returns:
         Arrays named like the fields of ``CallLayout``; int64, ``seg_continues_V`` bool.
@@ -129,7 +122,7 @@ def build_layout(
     first_of_source_V = offsets[trajectory_N[forest.source_V]]
     num_external = hang.parent_X.shape[0]
 
-    sequence_V, head_Q, memory_order = _number_sequences(forest, rounds)
+    sequence_V, head_Q, memory_order = number_sequences(forest, rounds)
     seg_row_V = np.zeros(forest.num_segments, np.int64)
     seg_row_V[memory_order] = np.cumsum(forest.length_V[memory_order]) - forest.length_V[memory_order]
     token_T, position_T, segment_T, parent_Y = rk.own_rows(
@@ -177,7 +170,7 @@ def build_layout(
         "path_part_J": path_part_J,
         "round_ptr_R1": np.searchsorted(rounds.round_of_segment[head_Q], np.arange(rounds.num_rounds + 1)),
     }
-    out.update(_pack(out, head_Q, hang.state_row_E, chunk_size=chunk_size, restart_chunks=restart_chunks))
+    out.update(_pack(out, head_Q, hang.state_row_E, handed_E, chunk_size=chunk_size, restart_chunks=restart_chunks))
     return {name: _frozen(array) for name, array in out.items()}
 
 
@@ -185,7 +178,7 @@ def _frozen(array: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=bool if array.dtype == bool else np.int64)
 
 
-def _number_sequences(forest: Forest, rounds: RoundPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def number_sequences(forest: Forest, rounds: RoundPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the sequence of each segment, the head of each sequence, and the segments in memory order."""
     head_V = rk.sequence_heads(forest.parent_V, rounds.continues_parent)
     # Within a round, heads in depth-first order: a child that starts in its parent's round then follows its parent.
@@ -198,7 +191,13 @@ def _number_sequences(forest: Forest, rounds: RoundPlan) -> tuple[np.ndarray, np
 
 
 def _pack(
-    rows: dict[str, np.ndarray], head_Q: np.ndarray, state_row_E: np.ndarray, *, chunk_size: int, restart_chunks: bool
+    rows: dict[str, np.ndarray],
+    head_Q: np.ndarray,
+    state_row_E: np.ndarray,
+    handed_E: tuple[np.ndarray, np.ndarray] | None,
+    *,
+    chunk_size: int,
+    restart_chunks: bool,
 ) -> dict[str, np.ndarray]:
     """Lay the sequences out as packed rows with replay, and wire exported states to initial states."""
     num_external = rows["parent_Y"].shape[0] - rows["token_T"].shape[0]
@@ -223,10 +222,14 @@ def _pack(
         init_state_Q[q] = handed[int(anchor_row_Q[q])]
     needs = np.flatnonzero(anchor_row_Q >= num_external)
     made_by = rows["seg_sequence_V"][rows["segment_T"][anchor_row_Q[needs] - num_external]]
+    position = start_Q[needs]
+    if handed_E is not None:
+        made_by = np.concatenate([made_by, rows["seg_sequence_V"][handed_E[0]]])
+        position = np.concatenate([position, handed_E[1]])
     # Rounding up only matters with restart_chunks, where the state after a last, partial chunk is handed on.
-    boundary = -(-(start_Q[needs] - start_Q[made_by]) // chunk_size)
+    boundary = -(-(position - start_Q[made_by]) // chunk_size)
     pair, index = np.unique(np.stack([made_by, boundary], axis=1), axis=0, return_inverse=True)
-    init_state_Q[needs] = len(state_row_E) + index.reshape(-1)
+    init_state_Q[needs] = len(state_row_E) + index.reshape(-1)[: needs.shape[0]]
     return {
         "packed_row_P": packed_row_P,
         "kept_T": kept_T,

@@ -9,7 +9,7 @@ from harts_titan.tree import Attachment, CallLayout, ExternalRows, Forest, build
 
 def build(forest, attachment, sequences, *, chunk, mode="compact"):
     tokens, offsets = flat(sequences)
-    rounds = plan_forest_rounds(forest, chunk_size=chunk, mode=mode, attachment=attachment)
+    rounds = plan_forest_rounds(forest, chunk_size=chunk, mode=mode)
     arrays = build_layout(
         forest,
         rounds,
