@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+
+_FORMAT = "harts_titan plan cost 1"
 
 
 @dataclass(frozen=True)
@@ -65,3 +70,35 @@ class PlanCost:
             ],
             np.int64,
         )
+
+    def save(self, path: str | Path, report: dict[str, Any] | None = None) -> None:
+        """Write the coefficients to a JSON file that :meth:`load` reads.
+
+        Args:
+            path: of the file.
+            report: how they were measured, for readers of the file; plain JSON values.
+        """
+        values = {name: value if name == "source" else int(value) for name, value in asdict(self).items()}
+        content = {"format": _FORMAT, "cost": values} | ({} if report is None else {"report": report})
+        Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> PlanCost:
+        """Read coefficients that :meth:`save` wrote.
+
+        Raises:
+            ValueError: If the file is missing, of another kind, or does not hold exactly the coefficients.
+        """
+        if not Path(path).is_file():
+            raise ValueError(f"cost file '{path}' does not exist; harts-bench calibrate CONFIG --cost FILE writes one")
+        try:
+            content = json.loads(Path(path).read_text())
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"cost file '{path}' is no JSON: {error}") from error
+        if not isinstance(content, dict) or content.get("format") != _FORMAT:
+            raise ValueError(f"cost file '{path}' is not of format '{_FORMAT}'; harts-bench calibrate writes one")
+        values = content.get("cost")
+        names = {field.name for field in fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise ValueError(f"cost file '{path}': 'cost' must have exactly {sorted(names)}")
+        return cls(**values)
