@@ -33,6 +33,10 @@ class Tree:
     chunk_size: int = 64
     """Chunk of the linear-attention kernel in tokens; 64 for the Triton KDA kernels."""
 
+    cost_file: str = ""
+    """Cost coefficients of the planner, measured by `harts-bench calibrate CONFIG --json FILE`; "" counts operations from
+    the sizes of the model."""
+
     validate: bool = False
     """Prove every invariant of every plan before it is executed (slow; for tests and bug reports)."""
 

@@ -1,5 +1,7 @@
 """``harts-bench CONFIG``: update throughput of shared against expanded execution, in one process on the same steps.
 
+Other measurements are subcommands with a module of their own: ``harts-bench calibrate CONFIG``.
+
 Throughput counts original trajectory tokens and includes planning, as a user sees it. The modes take turns, so a
 machine that slows down slows all of them; figures are medians over the repeats.
 """
@@ -7,22 +9,25 @@ machine that slows down slows all of them; figures are medians over the repeats.
 from __future__ import annotations
 
 import argparse
-import platform
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from tqdm import tqdm
 
-from harts_titan.cli import common
+from harts_titan.cli import calibrate, common
+from harts_titan.cli.timing import device_name, synchronize
 from harts_titan.data import RolloutBatch
 from harts_titan.data.source import dataset_from_config
 from harts_titan.engine import Engine
 from harts_titan.job_config import load_config
 from harts_titan.tree import MODES
+
+SUBCOMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"calibrate": calibrate.main}
+"""First argument of ``harts-bench`` -> its command; anything else is the CONFIG of an update benchmark."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -30,6 +35,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="harts-bench",
         description="Time policy updates in several tree modes on the first step of a configuration. Unknown options "
         "of the form --section.field value override the configuration.",
+        epilog="Other measurements, each with its own --help: "
+        + ", ".join(f"harts-bench {name} CONFIG" for name in SUBCOMMANDS),
     )
     parser.add_argument("config", help="TOML configuration")
     parser.add_argument("--rollouts", metavar="FILE", help="rollouts to use instead of data.path")
@@ -44,11 +51,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def time_modes(
     engine: Engine, batch: RolloutBatch, *, modes: Sequence[str], repeats: int, warmup: int
 ) -> dict[str, dict[str, Any]]:
@@ -61,10 +63,10 @@ def time_modes(
             engine.config.tree.mode = mode
             if engine.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(engine.device)
-            _synchronize(engine.device)
+            synchronize(engine.device)
             started = time.perf_counter()
             last[mode] = engine.update(batch)
-            _synchronize(engine.device)
+            synchronize(engine.device)
             if turn >= warmup:
                 seconds[mode].append(time.perf_counter() - started)
             if engine.device.type == "cuda":
@@ -84,7 +86,9 @@ def time_modes(
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command and return its exit status."""
+    """Run the command, or the subcommand that the first argument names, and return its exit status."""
+    if argv and argv[0] in SUBCOMMANDS:
+        return SUBCOMMANDS[argv[0]](argv[1:])
     options, overrides = _parser().parse_known_args(argv)
     common.check_target(options.json, "--json")
     if options.repeats < 1 or options.warmup < 0:
@@ -94,9 +98,7 @@ def main(argv: Sequence[str]) -> int:
     dataset = dataset_from_config(config, vocab_size=engine.vocab_size)
     step = dataset.batch.select(dataset.steps_of_epoch(0)[0])
     modes = time_modes(engine, step, modes=options.modes, repeats=options.repeats, warmup=options.warmup)
-    device = (
-        torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else platform.processor() or "CPU"
-    )
+    device = device_name(engine.device)
     result: dict[str, Any] = {
         "config": options.config,
         "device": device,

@@ -6,11 +6,13 @@ Importing this module registers them with torchtitan. A model outside this packa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 from torch import nn
 from torchtitan.protocols.train_spec import get_train_spec, register_train_spec
 
@@ -19,6 +21,8 @@ from harts_titan.data.source import dataset_from_config
 from harts_titan.models import ling
 from harts_titan.models.ling.cost import ling_plan_cost
 from harts_titan.tree.cost import PlanCost
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,73 @@ def plan_cost(
     Raises:
         ValueError: If the model or its size is unknown, it has not said what its rows cost, or a degree is below 1.
     """
+    return _cost_of_args(
+        name,
+        args_of_flavor(name, flavor),
+        size=flavor,
+        tensor_parallel_degree=tensor_parallel_degree,
+        recompute=recompute,
+        chunk_size=chunk_size,
+        element_bytes=element_bytes,
+    )
+
+
+def plan_cost_of(job_config: Any, model_args: Any = None) -> PlanCost:
+    """Return the planner's cost coefficients of a job: those of ``tree.cost_file``, or of the model's sizes.
+
+    Args:
+        job_config: merged ``JobConfig``.
+        model_args: sizes of the model where ``model.flavor`` does not give them (a Hugging Face folder).
+
+    Raises:
+        ValueError: If the file is unusable or was made for other parallelism, or the model or its size is unknown.
+    """
+    degree = job_config.parallelism.tensor_parallel_degree
+    if path := job_config.tree.cost_file:
+        cost = PlanCost.load(path)
+        if cost.row_alignment != 8 * degree:
+            raise ValueError(
+                f"tree.cost_file '{path}' aligns rows to {cost.row_alignment}, the job to {8 * degree} "
+                f"(8 x parallelism.tensor_parallel_degree); calibrate with the job's configuration"
+            )
+        return cost
+    if job_config.model.name not in _PLAN_COSTS:
+        logger.warning(
+            "model.name = '%s' has not said what its rows cost (register_plan_cost): the planner counts rows only, "
+            "which balances attention and the LM head badly; calibrate it and set tree.cost_file",
+            job_config.model.name,
+        )
+        return PlanCost(row_alignment=8 * degree)
+    return cost_of_sizes(job_config, model_args)
+
+
+def cost_of_sizes(job_config: Any, model_args: Any = None) -> PlanCost:
+    """Return the cost coefficients that follow from the sizes of a job's model; arguments as :func:`plan_cost_of`.
+
+    Raises:
+        ValueError: As :func:`plan_cost`.
+    """
+    return _cost_of_args(
+        job_config.model.name,
+        model_args_of(job_config) if model_args is None else model_args,
+        size=job_config.model.flavor if model_args is None else "of given sizes",
+        tensor_parallel_degree=job_config.parallelism.tensor_parallel_degree,
+        recompute=job_config.activation_checkpoint.mode == "full",
+        chunk_size=job_config.tree.chunk_size,
+        element_bytes=getattr(torch, job_config.training.mixed_precision_param).itemsize,
+    )
+
+
+def _cost_of_args(
+    name: str,
+    args: Any,
+    *,
+    size: str,
+    tensor_parallel_degree: int,
+    recompute: bool,
+    chunk_size: int,
+    element_bytes: int,
+) -> PlanCost:
     if tensor_parallel_degree < 1 or chunk_size < 1 or element_bytes < 1:
         raise ValueError(
             f"tensor_parallel_degree ({tensor_parallel_degree}), chunk_size ({chunk_size}) and element_bytes "
@@ -115,10 +186,8 @@ def plan_cost(
             f"model.name = '{name}' has not said what its rows cost (register_plan_cost); those that have: "
             f"{list(_PLAN_COSTS)}"
         )
-    cost = _PLAN_COSTS[name](
-        args_of_flavor(name, flavor), chunk_size=chunk_size, recompute=recompute, element_bytes=element_bytes
-    )
-    source = f"{name} {flavor}: operations at chunk size {chunk_size}, {'with' if recompute else 'no'} recomputation"
+    cost = _PLAN_COSTS[name](args, chunk_size=chunk_size, recompute=recompute, element_bytes=element_bytes)
+    source = f"{name} {size}: operations at chunk size {chunk_size}, {'with' if recompute else 'no'} recomputation"
     return replace(cost, row_alignment=8 * tensor_parallel_degree, source=source)
 
 

@@ -71,16 +71,18 @@ class PlanCost:
             np.int64,
         )
 
-    def save(self, path: str | Path, report: dict[str, Any] | None = None) -> None:
-        """Write the coefficients to a JSON file that :meth:`load` reads.
+    def document(self, report: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Return what a cost file holds.
 
         Args:
-            path: of the file.
-            report: how they were measured, for readers of the file; plain JSON values.
+            report: how the coefficients were measured, for readers of the file; plain JSON values.
         """
         values = {name: value if name == "source" else int(value) for name, value in asdict(self).items()}
-        content = {"format": _FORMAT, "cost": values} | ({} if report is None else {"report": report})
-        Path(path).write_text(json.dumps(content, indent=2) + "\n")
+        return {"format": _FORMAT, "cost": values} | ({} if report is None else {"report": report})
+
+    def save(self, path: str | Path, report: dict[str, Any] | None = None) -> None:
+        """Write the coefficients to a JSON file that :meth:`load` reads; ``report`` as in :meth:`document`."""
+        Path(path).write_text(json.dumps(self.document(report), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> PlanCost:
@@ -90,7 +92,7 @@ class PlanCost:
             ValueError: If the file is missing, of another kind, or does not hold exactly the coefficients.
         """
         if not Path(path).is_file():
-            raise ValueError(f"cost file '{path}' does not exist; harts-bench calibrate CONFIG --cost FILE writes one")
+            raise ValueError(f"cost file '{path}' does not exist; harts-bench calibrate CONFIG --json FILE writes one")
         try:
             content = json.loads(Path(path).read_text())
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
