@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from ling_cases import CHUNK, build, calls_of, small_args
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
+from harts_titan.job_config import load_config
 from harts_titan.models import train_specs
 from harts_titan.models.common.tree_inputs import TreeInputs
 from harts_titan.models.ling import FLAVOURS, active_parameter_count
@@ -20,6 +22,7 @@ from harts_titan.ops.attention.reference import QUERY_TILE
 from harts_titan.ops.kda.reference import GROUP_ROWS
 from harts_titan.tree.cost import PlanCost
 
+CONFIG = str(Path(__file__).resolve().parents[2] / "train_configs" / "ling_debug.toml")
 ROWS = 2 * GROUP_ROWS
 """Whole groups of chunks and whole query tiles: the CPU path then computes no padding that the formula lacks."""
 # Pairs a causal path of ROWS rows reads in whole tiles.
@@ -138,6 +141,19 @@ def test_another_family_registers_its_own(monkeypatch):
     assert seen == {"args": {"dim": 3}, "chunk_size": 64, "recompute": False, "element_bytes": 2}
     with pytest.raises(ValueError, match="'mine' is already registered"):
         train_specs.register_plan_cost("mine", formula)
+
+
+def test_a_job_of_a_model_without_costs_counts_rows_and_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(train_specs, "_PLAN_COSTS", {})
+    assert train_specs.plan_cost_of(load_config(CONFIG)) == PlanCost()
+    assert "model.name = 'ling' has not said what its rows cost" in caplog.text
+
+
+def test_sizes_of_a_checkpoint_count_instead_of_the_flavour():
+    config = load_config(CONFIG, ["--tree.chunk_size", "64", "--training.mixed_precision_param", "bfloat16"])
+    flash = train_specs.plan_cost_of(config, FLAVOURS["flash"])
+    assert replace(flash, source="") == replace(plan_cost("ling", "flash", recompute=False), source="")
+    assert flash.source.startswith("ling of given sizes")
 
 
 def test_files(tmp_path):
