@@ -1,10 +1,13 @@
 """Planners: which prefixes are shared, which trajectories run together, and in which order rows are computed."""
 
+from harts_titan.tree.call_layout import CallLayout
+from harts_titan.tree.cost import PlanCost
+from harts_titan.tree.events import stage_events
 from harts_titan.tree.forest import Forest, build_forest
-from harts_titan.tree.invariants import ExternalRows, check_call, check_step
+from harts_titan.tree.invariants import ExternalRows, ProducerCall, check_call
 from harts_titan.tree.layout import MODES, Attachment, build_layout, expanded_forests, plan_forest_rounds
 from harts_titan.tree.partition import Partition, contiguous_partition
-from harts_titan.tree.plan import CallLayout, ConsumerPlan, StepPlan
+from harts_titan.tree.plan import ConsumerPlan, ProducerPlan, StepPlan
 from harts_titan.tree.rounds import RoundPlan, plan_rounds
 from harts_titan.tree.sorting import neighbour_lcp, sort_trajectories
 from harts_titan.tree.stats import PlanStats
@@ -18,13 +21,15 @@ __all__ = [
     "ExternalRows",
     "Forest",
     "Partition",
+    "PlanCost",
     "PlanStats",
+    "ProducerCall",
+    "ProducerPlan",
     "RoundPlan",
     "StepPlan",
     "build_forest",
     "build_layout",
     "check_call",
-    "check_step",
     "contiguous_partition",
     "expanded_forests",
     "neighbour_lcp",
@@ -32,4 +37,5 @@ __all__ = [
     "plan_rounds",
     "plan_step",
     "sort_trajectories",
+    "stage_events",
 ]

@@ -1,165 +1,30 @@
-"""The plan of a training step as tensors: storage, transport and checks (HARTS 3.2 to 3.4).
+"""The plan of a training step: storage, transport and checks (HARTS 3.2 to 3.4, 4.1 to 4.3).
 
-Shapes: as in ``layout.py``. All tensors are int64 unless said.
+Shapes: as in ``layout.py`` and ``tables.py``. All tensors are int64 unless said.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tensordict import TensorClass, TensorDict
+from tensordict import TensorDict
 from torch import Tensor
 
-from harts_titan.tree.invariants import check_call, check_step
+from harts_titan.tree.call_layout import TENSOR_FIELDS, CallLayout
+from harts_titan.tree.cost import PlanCost
+from harts_titan.tree.events import stage_events
+from harts_titan.tree.handover import HandOver
+from harts_titan.tree.invariants_plan import check_plan
+from harts_titan.tree.items import PRODUCER
 from harts_titan.tree.stats import PlanStats
 
-_FORMAT = 1
-
-
-class CallLayout(TensorClass, nocast=True):
-    """Everything one model call needs to know about its trajectories.
-
-    Path rows: ``[0, X)`` are rows of a producer's interface (none unless the consumer attaches to a producer),
-    ``[X, X+T)`` own rows. "Own row" below counts from the first own row.
-
-    Attributes:
-        token_T: token id of each own row.
-        position_T: absolute position in the trajectory.
-        multiplicity_T: trajectories whose path contains the row.
-        segment_T: segment of the row.
-        parent_Y: path row of the previous token of the path, -1 at position 0; always a smaller row.
-        tin_Y: depth-first interval start; row ``k`` is visible to ``q`` iff ``tin[k] <= tin[q] < tout[k]``.
-        tout_Y: depth-first interval end.
-        conv_tap_TW: last W path rows, oldest first, the row itself last, -1 before the root.
-        row_of_position_S: path row of each position: the map m.
-        label_S: next token of the trajectory, -100 at its last position.
-        source_position_S: flat position in the step batch.
-        trajectory_N: index in the step batch; fixes the order of positions.
-        position_offset_N1: positions of trajectory ``n`` are ``[offset[n], offset[n+1])``.
-        packed_row_P: path row of each packed row, replay rows included.
-        kept_T: packed row that produces each own row; increasing.
-        cu_seqlens_Q1: bounds of the packed sequences.
-        init_state_Q: state-pool row each sequence starts from, -1 for the zero state.
-        replay_Q: replay rows in front of each sequence.
-        start_Q: absolute position of each sequence's first packed row.
-        export_sequence_E: sequence whose state is exported as pool row ``num_external_states + e``.
-        export_boundary_E: full chunks from the sequence's start after which the state is taken;
-            ``ceil(len / chunk_size)`` means after its last row.
-        round_ptr_R1: sequences of round ``r`` are ``[round_ptr[r], round_ptr[r+1])``.
-        seg_parent_V: segment above, -1 at a root. Segments are numbered depth first.
-        seg_start_V: absolute position of the first token.
-        seg_length_V: tokens.
-        seg_row_V: first own row; the rows of a segment are contiguous.
-        seg_depth_V: forks above, 0 at a root.
-        seg_sequence_V: packed sequence that computes the segment.
-        seg_round_V: its round.
-        seg_continues_V: bool, True where the segment continues its parent's sequence.
-        seg_attach_V: producer row a root hangs on, else -1.
-        part_T: part of each own row; parts are segments cut at trajectory ends.
-        path_trajectory_J: trajectory (local index) of each (trajectory, part) pair; ascending.
-        path_part_J: part of the pair, in path order; a trajectory's own rows are exactly the rows of its parts.
-        chunk_size: tokens in a linear-attention chunk.
-        num_external_states: states handed over by a producer, pool rows ``[0, num_external_states)``.
-    """
-
-    token_T: Tensor
-    position_T: Tensor
-    multiplicity_T: Tensor
-    segment_T: Tensor
-    parent_Y: Tensor
-    tin_Y: Tensor
-    tout_Y: Tensor
-    conv_tap_TW: Tensor
-    row_of_position_S: Tensor
-    label_S: Tensor
-    source_position_S: Tensor
-    trajectory_N: Tensor
-    position_offset_N1: Tensor
-    packed_row_P: Tensor
-    kept_T: Tensor
-    cu_seqlens_Q1: Tensor
-    init_state_Q: Tensor
-    replay_Q: Tensor
-    start_Q: Tensor
-    export_sequence_E: Tensor
-    export_boundary_E: Tensor
-    round_ptr_R1: Tensor
-    seg_parent_V: Tensor
-    seg_start_V: Tensor
-    seg_length_V: Tensor
-    seg_row_V: Tensor
-    seg_depth_V: Tensor
-    seg_sequence_V: Tensor
-    seg_round_V: Tensor
-    seg_continues_V: Tensor
-    seg_attach_V: Tensor
-    part_T: Tensor
-    path_trajectory_J: Tensor
-    path_part_J: Tensor
-    chunk_size: int
-    num_external_states: int
-
-    @property
-    def num_rows(self) -> int:
-        """Own rows."""
-        return self.token_T.shape[0]
-
-    @property
-    def num_external_rows(self) -> int:
-        """Rows of the producer's interface."""
-        return self.parent_Y.shape[0] - self.token_T.shape[0]
-
-    @property
-    def num_positions(self) -> int:
-        """Positions of all trajectories of the call."""
-        return self.row_of_position_S.shape[0]
-
-    @property
-    def num_trajectories(self) -> int:
-        """Trajectories of the call."""
-        return self.trajectory_N.shape[0]
-
-    @property
-    def num_sequences(self) -> int:
-        """Packed linear-attention sequences."""
-        return self.init_state_Q.shape[0]
-
-    @property
-    def num_rounds(self) -> int:
-        """Packed linear-attention calls, one after another."""
-        return self.round_ptr_R1.shape[0] - 1
-
-    @property
-    def num_segments(self) -> int:
-        """Segments of the forest."""
-        return self.seg_parent_V.shape[0]
-
-    @classmethod
-    def from_arrays(cls, arrays: dict[str, np.ndarray], *, chunk_size: int, num_external_states: int = 0) -> CallLayout:
-        """Wrap the arrays of ``build_layout`` without copying them.
-
-        Args:
-            arrays: every tensor field by name.
-            chunk_size: tokens in a linear-attention chunk.
-            num_external_states: states handed over by a producer.
-
-        Returns:
-            The layout on the CPU.
-        """
-        fields: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return cls(**fields, chunk_size=chunk_size, num_external_states=num_external_states, batch_size=[])
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """Return the tensor fields as NumPy arrays by name (copied if not on the CPU)."""
-        return {name: getattr(self, name).cpu().numpy() for name in _TENSOR_FIELDS}
-
-
-_TENSOR_FIELDS = tuple(name for name, kind in CallLayout.__annotations__.items() if kind in ("Tensor", Tensor))
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -169,16 +34,43 @@ class ConsumerPlan:
     Attributes:
         replica: data-parallel rank.
         slot: microbatch index on the replica.
-        trajectory_N: int64 indices into the step batch.
+        trajectory_N: indices into the step batch.
         calls: layouts of its model calls; one, except in mode ``expanded``.
-        producer: index of the producer it attaches to, -1 for none.
+        producer: ``window * dp_degree + replica`` of the producer it attaches to, -1 for none.
+        external_row_X: row of the producer's call that is path row ``x``; empty without producer.
+        multiplicity_X: trajectories of this consumer whose path contains the row.
+        state_row_E: external row after which each external state is taken.
+        export_E: export of the producer's call that is external state ``e``.
     """
 
     replica: int
     slot: int
     trajectory_N: Tensor
     calls: tuple[CallLayout, ...]
-    producer: int = -1
+    producer: int
+    external_row_X: Tensor
+    multiplicity_X: Tensor
+    state_row_E: Tensor
+    export_E: Tensor
+
+
+@dataclass(frozen=True)
+class ProducerPlan:
+    """The prefixes that one replica computes once for all its consumers of a sharing window.
+
+    Attributes:
+        replica: data-parallel rank.
+        window: sharing window.
+        trajectory_N: indices into the step batch, one for each longest prefix.
+        prefix_N: tokens of each that are computed.
+        call: layout of its model call. Positions and labels are those of the prefixes; there is no LM head and no loss.
+    """
+
+    replica: int
+    window: int
+    trajectory_N: Tensor
+    prefix_N: Tensor
+    call: CallLayout
 
 
 @dataclass(frozen=True)
@@ -188,14 +80,23 @@ class StepPlan:
     Attributes:
         mode: ``compact``, ``nodewise`` or ``expanded``.
         chunk_size: tokens in a linear-attention chunk.
-        capacity: compact rows a consumer may have.
+        capacity: compact rows a complete consumer may have, and rows a producer may have.
         call_capacity: rows at which an ``expanded`` call is closed; equal to ``capacity`` in other modes.
         num_taps: width of the short convolution.
         dp_degree: replicas.
         num_slots: consumers of each replica.
+        planner: ``harts`` or ``l1``.
+        windows: True if producers compute what several microbatches of a window share.
+        max_window_slots: slots a window may have, 0 for any number; 1 where windows are off.
+        max_live_producers: producers a replica may hold for backward at once; 0 where windows are off.
+        replicas: replicas whose rows are laid out.
+        cost: coefficients the plan was made with.
         stats: sizes and times.
-        tensordict: the storage, ``{"consumer_<k>": {"trajectory_N", "calls": {"0": CallLayout, ...}}}`` with
-            ``k = slot * dp_degree + replica``.
+        tensordict: the storage. ``placement``: ``replica_N``, ``slot_N``, ``shared_N`` by trajectory of the step batch
+            and ``window_ptr_W1``; ``items``: the arrays of ``tables.TABLES``; ``events_V2``: what a replica runs, in
+            order (``events.py``); rows of the replicas laid out: ``consumer_<slot * dp_degree + replica>`` with
+            ``trajectory_N``, ``calls`` and, if attached, ``hand_over``, and ``producer_<window * dp_degree + replica>``
+            with ``trajectory_N``, ``prefix_N`` and ``call``.
     """
 
     mode: str
@@ -205,27 +106,118 @@ class StepPlan:
     num_taps: int
     dp_degree: int
     num_slots: int
+    planner: str
+    windows: bool
+    max_window_slots: int
+    max_live_producers: int
+    replicas: tuple[int, ...]
+    cost: PlanCost
     stats: PlanStats
     tensordict: TensorDict
+
+    @property
+    def replica_N(self) -> np.ndarray:
+        """Replica of each trajectory of the step batch: int64."""
+        return self._array("placement", "replica_N")
+
+    @property
+    def slot_N(self) -> np.ndarray:
+        """Slot of each trajectory: int64."""
+        return self._array("placement", "slot_N")
+
+    @property
+    def shared_N(self) -> np.ndarray:
+        """Tokens of each trajectory that its producer computes: int64."""
+        return self._array("placement", "shared_N")
+
+    @property
+    def window_ptr_W1(self) -> np.ndarray:
+        """Slots of window ``w`` are ``[window_ptr[w], window_ptr[w+1])``: int64."""
+        return self._array("placement", "window_ptr_W1")
+
+    @property
+    def num_windows(self) -> int:
+        """Sharing windows; one a slot where windows are off."""
+        return self.window_ptr_W1.shape[0] - 1
+
+    @property
+    def items(self) -> dict[str, np.ndarray]:
+        """Packed segments, sequences and states of every work item, by name in ``tables.TABLES``: int64."""
+        return {str(name): value.cpu().numpy() for name, value in self.tensordict["items"].items()}
+
+    @property
+    def events(self) -> np.ndarray:
+        """Kind and index of what every replica runs, in order, without a pipeline: int64 (V, 2), see ``events.py``."""
+        return self._array("events_V2")
+
+    def stage_events(self, in_flight: int) -> np.ndarray:
+        """Return the events of a pipeline stage that holds ``in_flight`` microbatches: int64 (V, 2).
+
+        Raises:
+            ValueError: If that needs more live producers than ``max_live_producers``.
+        """
+        items = self.items
+        has_producer_W = np.zeros(self.num_windows, bool)
+        has_producer_W[items["item_index_I"][items["item_kind_I"] == PRODUCER]] = True
+        limit = max(1, self.max_live_producers)
+        return stage_events(self.window_ptr_W1, has_producer_W, in_flight=in_flight, max_live_producers=limit)
 
     def consumer(self, replica: int, slot: int) -> ConsumerPlan:
         """Return the microbatch of a replica in a slot.
 
         Raises:
-            ValueError: If there is no such replica or slot.
+            ValueError: If there is no such replica or slot, or the replica's rows were not laid out.
         """
         if not (0 <= replica < self.dp_degree and 0 <= slot < self.num_slots):
             raise ValueError(
                 f"no consumer (replica {replica}, slot {slot}): the plan has {self.dp_degree} replicas and "
                 f"{self.num_slots} slots"
             )
-        entry = self.tensordict[f"consumer_{slot * self.dp_degree + replica}"]
+        entry = self._rows(f"consumer_{slot * self.dp_degree + replica}", replica)
         calls = tuple(entry["calls", str(i)] for i in range(len(entry["calls"].keys())))
-        return ConsumerPlan(replica, slot, entry["trajectory_N"], calls)
+        names = [field.name for field in fields(HandOver)]
+        if "hand_over" in set(entry.keys()):
+            window = int(np.searchsorted(self.window_ptr_W1, slot, "right")) - 1
+            producer, handed = window * self.dp_degree + replica, {name: entry["hand_over", name] for name in names}
+        else:
+            producer, handed = -1, {name: torch.zeros(0, dtype=torch.int64) for name in names}
+        return ConsumerPlan(replica, slot, entry["trajectory_N"], calls, producer, **handed)
 
     def consumers(self) -> list[ConsumerPlan]:
-        """Return every consumer, slot after slot."""
-        return [self.consumer(d, j) for j in range(self.num_slots) for d in range(self.dp_degree)]
+        """Return every consumer whose rows are laid out, slot after slot."""
+        return [self.consumer(d, j) for j in range(self.num_slots) for d in self.replicas]
+
+    def producer(self, replica: int, window: int) -> ProducerPlan | None:
+        """Return the producer of a replica in a window, None if it has none there.
+
+        Raises:
+            ValueError: If there is no such replica or window, or the replica's rows were not laid out.
+        """
+        if not (0 <= replica < self.dp_degree and 0 <= window < self.num_windows):
+            raise ValueError(
+                f"no producer (replica {replica}, window {window}): the plan has {self.dp_degree} replicas and "
+                f"{self.num_windows} windows"
+            )
+        name = f"producer_{window * self.dp_degree + replica}"
+        if replica in self.replicas and name not in set(self.tensordict.keys()):
+            return None
+        entry = self._rows(name, replica)
+        return ProducerPlan(replica, window, entry["trajectory_N"], entry["prefix_N"], entry["call"])
+
+    def producers(self) -> list[ProducerPlan]:
+        """Return every producer whose rows are laid out, window after window."""
+        found = [self.producer(d, w) for w in range(self.num_windows) for d in self.replicas]
+        return [producer for producer in found if producer is not None]
+
+    def _rows(self, name: str, replica: int) -> TensorDict:
+        if replica not in self.replicas:
+            raise ValueError(
+                f"the rows of replica {replica} are not laid out; plan_step was given replicas {self.replicas}"
+            )
+        return self.tensordict[name]
+
+    def _array(self, *key: str) -> np.ndarray:
+        return self.tensordict[key].cpu().numpy()
 
     def to(self, device: torch.device | str) -> StepPlan:
         """Return the plan with its tensors on ``device``."""
@@ -280,6 +272,8 @@ class StepPlan:
     def validate(self, tokens: np.ndarray, offsets: np.ndarray) -> None:
         """Prove every invariant of the plan against the trajectories, by checks that share no code with the planner.
 
+        Placement, segments, states and events are proven for all replicas, rows for those laid out.
+
         Args:
             tokens: int32 (S,) token ids of the step.
             offsets: int64 (N+1,) trajectory bounds.
@@ -287,60 +281,52 @@ class StepPlan:
         Raises:
             ValueError: Naming the violated invariant and the place.
         """
-        consumers = self.consumers()
-        parts = [[call.arrays() for call in consumer.calls] for consumer in consumers]
-        for consumer, calls in zip(consumers, parts, strict=True):
-            for i, (call, layout) in enumerate(zip(calls, consumer.calls, strict=True)):
-                where = f"replica {consumer.replica}, slot {consumer.slot}, call {i}"
-                if layout.chunk_size != self.chunk_size or call["conv_tap_TW"].shape[1] != self.num_taps:
-                    raise ValueError(f"invariant 'one chunk size and tap count in a plan' violated at {where}")
-                check_call(call, tokens, offsets, chunk_size=self.chunk_size, mode=self.mode, where=where)
-        check_step(
-            [consumer.trajectory_N.cpu().numpy() for consumer in consumers],
-            parts,
-            tokens,
-            offsets,
-            mode=self.mode,
-            capacity=self.capacity,
-            call_capacity=self.call_capacity,
-            num_consumers=self.dp_degree * self.num_slots,
-            stored_consumers=len(self.tensordict.keys()),
-        )
+        check_plan(self, tokens, offsets)
 
 
-def assemble(consumers: list[tuple[np.ndarray, list[CallLayout]]]) -> TensorDict:
-    """Return the storage of a plan from its consumers in the order ``slot * dp_degree + replica``."""
-    return TensorDict(
-        {
-            f"consumer_{k}": TensorDict(
-                {
-                    "trajectory_N": torch.from_numpy(trajectory_N),
-                    "calls": TensorDict({str(i): call for i, call in enumerate(calls)}, batch_size=[]),
-                },
-                batch_size=[],
-            )
-            for k, (trajectory_N, calls) in enumerate(consumers)
-        },
-        batch_size=[],
-    )
+def nested(arrays: dict[str, Any]) -> TensorDict:
+    """Return nested dictionaries of arrays and call layouts as the storage of a plan."""
+    content: dict[str, Any] = {}
+    for name, value in arrays.items():
+        if isinstance(value, dict):
+            value = nested(value)
+        elif isinstance(value, np.ndarray):
+            value = torch.from_numpy(value)
+        content[name] = value
+    return TensorDict(content, batch_size=[])
+
+
+_PLAIN_FIELDS = tuple(f.name for f in fields(StepPlan) if f.name not in ("cost", "stats", "tensordict", "replicas"))
+
+
+def _leaves(storage: TensorDict, above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in storage.items():
+        path = (*above, str(name))
+        if isinstance(value, TensorDict):
+            yield from _leaves(value, path)
+        else:
+            yield path, value
 
 
 def _flatten(plan: StepPlan) -> tuple[dict[str, Any], Tensor]:
     """Return a header of plain values and one int64 tensor: one collective and one file entry for all fields."""
     tensors: list[Tensor] = []
-    consumers: list[dict[str, Any]] = []
-    for consumer in plan.consumers():
-        tensors.append(consumer.trajectory_N)
-        for call in consumer.calls:
-            tensors += [getattr(call, name) for name in _TENSOR_FIELDS]
-        consumers.append({"external_states": [call.num_external_states for call in consumer.calls]})
+    leaves: list[tuple[list[str], int]] = []
+    for path, value in _leaves(plan.tensordict):
+        if isinstance(value, CallLayout):
+            tensors += [getattr(value, name) for name in TENSOR_FIELDS]
+            leaves.append((list(path), value.num_external_states))
+        else:
+            tensors.append(value)
+            leaves.append((list(path), -1))
     flat = torch.cat([t.reshape(-1).to("cpu", torch.int64) for t in tensors])
-    fields = ("mode", "chunk_size", "capacity", "call_capacity", "num_taps", "dp_degree", "num_slots")
     header = {
         "format": _FORMAT,
-        "plan": {name: getattr(plan, name) for name in fields},
+        "plan": {name: getattr(plan, name) for name in _PLAIN_FIELDS},
+        "replicas": list(plan.replicas),
+        "cost": asdict(plan.cost),
         "stats": asdict(plan.stats),
-        "consumers": consumers,
+        "leaves": leaves,
         "shapes": [list(t.shape) for t in tensors],
         "numel": flat.numel(),
     }
@@ -355,15 +341,24 @@ def _unflatten(header: dict[str, Any], flat: Tensor) -> StepPlan:
     def take() -> Tensor:
         return next(pieces).view(next(shape))
 
-    consumers: list[tuple[np.ndarray, list[CallLayout]]] = []
-    for entry in header["consumers"]:
-        trajectory_N = take().numpy()
-        calls = []
-        for states in entry["external_states"]:
-            fields: dict[str, Any] = {name: take() for name in _TENSOR_FIELDS}
-            fields["seg_continues_V"] = fields["seg_continues_V"].bool()
-            calls.append(
-                CallLayout(**fields, chunk_size=header["plan"]["chunk_size"], num_external_states=states, batch_size=[])
-            )
-        consumers.append((trajectory_N, calls))
-    return StepPlan(**header["plan"], stats=PlanStats(**header["stats"]), tensordict=assemble(consumers))
+    content: dict[str, Any] = {}
+    for path, states in header["leaves"]:
+        if states < 0:
+            value: Any = take()
+        else:
+            parts: dict[str, Any] = {name: take() for name in TENSOR_FIELDS}
+            parts["seg_continues_V"] = parts["seg_continues_V"].bool()
+            chunk_size = header["plan"]["chunk_size"]
+            value = CallLayout(**parts, chunk_size=chunk_size, num_external_states=states, batch_size=[])
+        folder = content
+        for name in path[:-1]:
+            folder = folder.setdefault(name, {})
+        folder[path[-1]] = value
+    stats = header["stats"] | {"computation_balance": tuple(header["stats"]["computation_balance"])}
+    return StepPlan(
+        **header["plan"],
+        replicas=tuple(header["replicas"]),
+        cost=PlanCost(**header["cost"]),
+        stats=PlanStats(**stats),
+        tensordict=nested(content),
+    )

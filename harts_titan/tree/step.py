@@ -1,18 +1,28 @@
-"""The planner of one training step: sort, partition, rounds, layouts (HARTS 3.2 to 3.4)."""
+"""The planner of one training step: sort, both levels, rounds, layouts (HARTS 3.2 to 3.4, 4.1)."""
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from harts_titan.tree.forest import Forest, build_forest
+from harts_titan.tree.call_layout import CallLayout
+from harts_titan.tree.cost import PlanCost
+from harts_titan.tree.events import stage_events
+from harts_titan.tree.handover import hand_over
+from harts_titan.tree.items import WorkItem, expanded_item, plan_items
 from harts_titan.tree.layout import MODES, build_layout, expanded_forests, plan_forest_rounds
-from harts_titan.tree.partition import Partition, contiguous_partition
-from harts_titan.tree.plan import CallLayout, StepPlan, assemble
-from harts_titan.tree.sorting import sort_trajectories
-from harts_titan.tree.stats import PlanStats
+from harts_titan.tree.partition import Partition, partition_step
+from harts_titan.tree.plan import StepPlan, nested
+from harts_titan.tree.sorted_step import SortedStep
+from harts_titan.tree.stats import plan_statistics
+from harts_titan.tree.tables import pack_items
+from harts_titan.tree.work import Placement
+
+PLANNERS = ("harts", "l1")
 
 
 def plan_step(
@@ -26,15 +36,21 @@ def plan_step(
     mode: str = "compact",
     call_capacity: int | None = None,
     reverse: bool = False,
+    windows: bool = False,
+    max_window_slots: int = 6,
+    max_live_producers: int = 2,
+    planner: str = "harts",
+    cost: PlanCost | None = None,
+    replicas: Sequence[int] | None = None,
 ) -> StepPlan:
-    """Plan one training step: which trajectories run together, and how each model call is laid out.
+    """Plan one training step: which trajectories run together, what is shared, and how each model call is laid out.
 
-    The same partition serves every mode, so that modes differ in execution only.
+    Without windows the same placement serves every mode, so that modes differ in execution only.
 
     Args:
         tokens: int32 (S,) token ids of the step's trajectories, one after another.
         offsets: int64 (N+1,) trajectory ``x`` is ``tokens[offsets[x]:offsets[x+1]]``.
-        capacity: compact rows a consumer (microbatch) may have.
+        capacity: compact rows a consumer (microbatch) or a producer may have.
         chunk_size: tokens in a linear-attention chunk.
         num_taps: width of the short convolution.
         dp_degree: data-parallel replicas; every one gets the same number of consumers.
@@ -42,59 +58,60 @@ def plan_step(
         call_capacity: mode ``expanded`` only: rows at which a call is closed (default ``capacity``). A trajectory
             longer than this gets a call of its own.
         reverse: mode ``expanded`` only: pack the trajectories of a consumer in reverse order.
+        windows: True to compute prefixes that microbatches of a sharing window have in common once, in producers.
+        max_window_slots: slots a window may have, 0 for any number.
+        max_live_producers: producers a replica may hold for backward at once.
+        planner: ``harts`` (both levels) or ``l1`` (prefix compression only, without windows).
+        cost: cost coefficients; default: rows only.
+        replicas: replicas whose rows are laid out, default all. Everything else is planned for all of them.
 
     Returns:
-        The plan, on the CPU.
+        The plan, on the CPU: a function of the arguments only, but for ``stats.seconds``.
 
     Raises:
         ValueError: If an argument is out of range, a trajectory is empty or longer than ``capacity``, or there are
             fewer trajectories than replicas.
     """
     tokens, offsets = _check_batch(tokens, offsets)
-    if mode not in MODES:
-        raise ValueError(f"mode is {mode!r}; must be one of {MODES}")
-    if chunk_size < 1 or num_taps < 1:
-        raise ValueError(f"chunk_size ({chunk_size}) and num_taps ({num_taps}) must be at least 1")
-    if mode != "expanded" and (reverse or call_capacity is not None):
-        raise ValueError(f"call_capacity and reverse apply to mode 'expanded' only; mode is {mode!r}")
-    call_capacity = capacity if call_capacity is None else call_capacity
-    if call_capacity < 1:
-        raise ValueError(f"call_capacity is {call_capacity}, must be at least 1")
+    call_capacity = _check_mode(
+        mode, capacity=capacity, chunk_size=chunk_size, num_taps=num_taps, call_capacity=call_capacity, reverse=reverse
+    )
+    _check_windows(windows, mode, planner, max_window_slots, max_live_producers)
+    chosen = tuple(range(dp_degree)) if replicas is None else tuple(sorted({int(d) for d in replicas}))
+    if chosen and not 0 <= chosen[0] <= chosen[-1] < dp_degree:
+        raise ValueError(f"replicas is {chosen}; must lie in [0, {dp_degree})")
+    cost = PlanCost() if cost is None else cost
 
     clock = _Clock()
-    order_N, lcp_N = sort_trajectories(tokens, offsets)
-    length_N = np.diff(offsets)
+    step = SortedStep.from_tokens(tokens, offsets)
     clock.stop("sort")
-    partition = contiguous_partition(length_N[order_N], lcp_N, capacity, dp_degree, index_N=order_N)
-    clock.stop("partition")
-    consumers, rounds_per_call = [], []
-    for group in partition.group_SD.reshape(-1):
-        lo, hi = partition.bound_K1[group], partition.bound_K1[group + 1]
-        trajectory_N = np.sort(order_N[lo:hi])
-        calls = []
-        if mode == "expanded":
-            work = list(expanded_forests(length_N[trajectory_N], call_capacity=call_capacity, reverse=reverse))
-        else:
-            forest = _in_batch_order(build_forest(length_N[order_N[lo:hi]], lcp_N[lo:hi]), order_N[lo:hi])
-            work = [(np.arange(hi - lo), forest)]
-        for places, forest in work:
-            rounds = plan_forest_rounds(forest, chunk_size=chunk_size, mode=mode)
-            clock.stop("rounds")
-            rounds_per_call.append(rounds.num_rounds)
-            arrays = build_layout(
-                forest,
-                rounds,
-                tokens,
-                offsets,
-                trajectory_N[places],
-                chunk_size=chunk_size,
-                num_taps=num_taps,
-                restart_chunks=mode == "nodewise",
-            )
-            calls.append(CallLayout.from_arrays(arrays, chunk_size=chunk_size))
-            clock.stop("layout")
-        consumers.append((trajectory_N, calls))
-    storage = assemble(consumers)
+    partition = partition_step(step, capacity=capacity, dp_degree=dp_degree)
+    clock.stop("l1")
+    placement = (
+        _place(step, partition, capacity=capacity, dp_degree=dp_degree, cost=cost, max_window_slots=max_window_slots)
+        if windows
+        else alone(partition)
+    )
+    clock.stop("l2")
+    work = _plan_work(step, placement, dp_degree=dp_degree, chunk_size=chunk_size, mode=mode)
+    exists_WD = np.array([producer is not None for producer in work.producers]).reshape(-1, dp_degree)
+    has_producer_W = exists_WD.sum(axis=1) > 0
+    events_V2 = stage_events(
+        placement.window_ptr_W1, has_producer_W, in_flight=1, max_live_producers=max_live_producers
+    )
+    storage: dict[str, Any] = {
+        "placement": {
+            name: _by_trajectory(step, getattr(placement, name)) for name in ("replica_N", "slot_N", "shared_N")
+        }
+        | {"window_ptr_W1": placement.window_ptr_W1},
+        "items": pack_items(work.items),
+        "events_V2": events_V2,
+    }
+    clock.stop("rounds")
+    packing = _Packing(tokens, offsets, chunk_size, num_taps, mode, call_capacity, reverse)
+    for d in chosen:
+        storage |= packing.replica(work, placement, d, dp_degree)
+    tensordict = nested(storage)
     clock.stop("layout")
     return StepPlan(
         mode=mode,
@@ -103,22 +120,179 @@ def plan_step(
         call_capacity=call_capacity,
         num_taps=num_taps,
         dp_degree=dp_degree,
-        num_slots=partition.group_SD.shape[0],
-        stats=_statistics(consumers, rounds_per_call, partition, int((length_N[order_N] - lcp_N).sum()), clock.seconds),
-        tensordict=storage,
+        num_slots=placement.num_slots,
+        planner=planner,
+        windows=windows,
+        max_window_slots=max_window_slots if windows else 1,
+        max_live_producers=max_live_producers if windows else 0,
+        replicas=chosen,
+        cost=cost,
+        stats=plan_statistics(
+            step,
+            partition,
+            placement,
+            work.items,
+            events_V2,
+            cost=cost,
+            dp_degree=dp_degree,
+            num_calls=packing.num_calls(work.items),
+            mode=mode,
+            windows=windows,
+            seconds=clock.seconds,
+        ),
+        tensordict=tensordict,
     )
+
+
+def alone(partition: Partition) -> Placement:
+    """Return the placement of level 1: its slots, nothing shared between microbatches."""
+    num_slots, dp_degree = partition.group_SD.shape
+    replica_K, slot_K = np.empty(partition.num_groups, np.int64), np.empty(partition.num_groups, np.int64)
+    replica_K[partition.group_SD] = np.arange(dp_degree)[None, :]
+    slot_K[partition.group_SD] = np.arange(num_slots)[:, None]
+    group_N = partition.group_N
+    return Placement(replica_K[group_N], slot_K[group_N], np.arange(num_slots + 1), np.zeros_like(group_N))
+
+
+def _place(
+    step: SortedStep, partition: Partition, *, capacity: int, dp_degree: int, cost: PlanCost, max_window_slots: int
+) -> Placement:
+    from harts_titan.tree.placement import place_step
+
+    return place_step(
+        step,
+        partition,
+        capacity=capacity,
+        dp_degree=dp_degree,
+        cost=cost,
+        max_window_slots=max_window_slots,
+        windows=True,
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Work items of a step: consumers by slot and replica, producers by window and replica."""
+
+    consumers: list[WorkItem]
+    producers: list[WorkItem | None]
+
+    @property
+    def items(self) -> list[WorkItem]:
+        return self.consumers + [producer for producer in self.producers if producer is not None]
+
+
+def _plan_work(step: SortedStep, placement: Placement, *, dp_degree: int, chunk_size: int, mode: str) -> _Work:
+    if mode != "expanded":
+        return _Work(*plan_items(step, placement, dp_degree=dp_degree, chunk_size=chunk_size, mode=mode))
+    length_N = _by_trajectory(step, step.length_N)
+    key_N = _by_trajectory(step, placement.slot_N * dp_degree + placement.replica_N)
+    members = np.split(
+        np.argsort(key_N, kind="stable"),
+        np.cumsum(np.bincount(key_N, minlength=placement.num_slots * dp_degree))[:-1],
+    )
+    consumers = [
+        expanded_item(k, x, length_N[x], chunk_size=chunk_size, dp_degree=dp_degree) for k, x in enumerate(members)
+    ]
+    return _Work(consumers, [None] * (placement.num_windows * dp_degree))
+
+
+def _by_trajectory(step: SortedStep, values_N: np.ndarray) -> np.ndarray:
+    out = np.empty_like(values_N)
+    out[step.order_N] = values_N
+    return out
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """Lays the rows of work items out."""
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    chunk_size: int
+    num_taps: int
+    mode: str
+    call_capacity: int
+    reverse: bool
+
+    def replica(self, work: _Work, placement: Placement, replica: int, dp_degree: int) -> dict[str, Any]:
+        """Return the storage of a replica's consumers and producers."""
+        out: dict[str, Any] = {}
+        for w in range(placement.num_windows):
+            producer, made = work.producers[w * dp_degree + replica], None
+            if producer is not None:
+                handed = (producer.state_segment_E, producer.state_position_E)
+                made = self._arrays(producer, handed_E=handed)
+                out[f"producer_{w * dp_degree + replica}"] = {
+                    "trajectory_N": producer.trajectory_N,
+                    "prefix_N": producer.forest.end_position_N,
+                    "call": CallLayout.from_arrays(made, chunk_size=self.chunk_size),
+                }
+            for slot in range(placement.window_ptr_W1[w], placement.window_ptr_W1[w + 1]):
+                k = slot * dp_degree + replica
+                out[f"consumer_{k}"] = self._consumer(work.consumers[k], producer, made)
+        return out
+
+    def _consumer(
+        self, item: WorkItem, producer: WorkItem | None, made: dict[str, np.ndarray] | None
+    ) -> dict[str, Any]:
+        entry: dict[str, Any] = {"trajectory_N": item.trajectory_N}
+        if self.mode == "expanded":
+            calls = [self._expanded(item, places, forest) for places, forest in self._expanded_calls(item)]
+        elif producer is None or made is None or not item.shared_N.any():
+            calls = [CallLayout.from_arrays(self._arrays(item), chunk_size=self.chunk_size)]
+        else:
+            handed, attachment = hand_over(item, producer, made, chunk_size=self.chunk_size)
+            states = handed.export_E.shape[0]
+            arrays = self._arrays(item, attachment=attachment)
+            calls = [CallLayout.from_arrays(arrays, chunk_size=self.chunk_size, num_external_states=states)]
+            entry["hand_over"] = dict(vars(handed))
+        return entry | {"calls": {str(i): call for i, call in enumerate(calls)}}
+
+    def _arrays(self, item: WorkItem, **options: Any) -> dict[str, np.ndarray]:
+        return build_layout(
+            item.forest,
+            item.rounds,
+            self.tokens,
+            self.offsets,
+            item.trajectory_N,
+            chunk_size=self.chunk_size,
+            num_taps=self.num_taps,
+            restart_chunks=self.mode == "nodewise",
+            **options,
+        )
+
+    def _expanded_calls(self, item: WorkItem) -> list[Any]:
+        length_N = item.forest.end_position_N
+        return list(expanded_forests(length_N, call_capacity=self.call_capacity, reverse=self.reverse))
+
+    def _expanded(self, item: WorkItem, places: np.ndarray, forest: Any) -> CallLayout:
+        arrays = build_layout(
+            forest,
+            plan_forest_rounds(forest, chunk_size=self.chunk_size, mode=self.mode),
+            self.tokens,
+            self.offsets,
+            item.trajectory_N[places],
+            chunk_size=self.chunk_size,
+            num_taps=self.num_taps,
+        )
+        return CallLayout.from_arrays(arrays, chunk_size=self.chunk_size)
+
+    def num_calls(self, items: list[WorkItem]) -> int:
+        """Return the model calls of all items, laid out or not."""
+        return sum(len(self._expanded_calls(item)) for item in items) if self.mode == "expanded" else len(items)
 
 
 class _Clock:
     """Adds the time since the last stop to a phase."""
 
     def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
+        self.seconds: dict[str, float] = {}
         self._last = time.perf_counter()
 
     def stop(self, phase: str) -> None:
         now = time.perf_counter()
-        self.seconds[phase] += now - self._last
+        self.seconds[phase] = now - self._last
         self._last = now
 
 
@@ -140,44 +314,32 @@ def _check_batch(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, n
     return np.ascontiguousarray(tokens, dtype=np.int32), offsets
 
 
-def _in_batch_order(forest: Forest, order: np.ndarray) -> Forest:
-    """Rename the trajectories of a forest from places in the sorted order to ranks in the step batch's order."""
-    rank = np.empty(order.shape[0], np.int64)
-    by_index = np.argsort(order)
-    rank[by_index] = np.arange(order.shape[0])
-    return Forest(
-        parent_V=forest.parent_V,
-        start_V=forest.start_V,
-        length_V=forest.length_V,
-        source_V=rank[forest.source_V],
-        depth_V=forest.depth_V,
-        end_segment_N=forest.end_segment_N[by_index],
-        end_position_N=forest.end_position_N[by_index],
-    )
+def _check_mode(
+    mode: str, *, capacity: int, chunk_size: int, num_taps: int, call_capacity: int | None, reverse: bool
+) -> int:
+    """Return the rows at which an expanded call is closed."""
+    if mode not in MODES:
+        raise ValueError(f"mode is {mode!r}; must be one of {MODES}")
+    if chunk_size < 1 or num_taps < 1:
+        raise ValueError(f"chunk_size ({chunk_size}) and num_taps ({num_taps}) must be at least 1")
+    if mode != "expanded" and (reverse or call_capacity is not None):
+        raise ValueError(f"call_capacity and reverse apply to mode 'expanded' only; mode is {mode!r}")
+    call_capacity = capacity if call_capacity is None else call_capacity
+    if call_capacity < 1:
+        raise ValueError(f"call_capacity is {call_capacity}, must be at least 1")
+    return call_capacity
 
 
-def _statistics(
-    consumers: list[tuple[np.ndarray, list[CallLayout]]],
-    rounds_per_call: list[int],
-    partition: Partition,
-    distinct_tokens: int,
-    seconds: dict[str, float],
-) -> PlanStats:
-    calls = [call for _, of_consumer in consumers for call in of_consumer]
-    original = sum(call.num_positions for call in calls)
-    executed = sum(call.num_rows for call in calls)
-    return PlanStats(
-        original_tokens=original,
-        distinct_tokens=distinct_tokens,
-        compact_tokens=int(partition.rows_K.sum()),
-        executed_rows=executed,
-        replay_tokens=sum(call.packed_row_P.shape[0] - call.num_rows for call in calls),
-        rounds_max=max(rounds_per_call),
-        rounds_mean=sum(rounds_per_call) / len(rounds_per_call),
-        num_segments=sum(call.num_segments for call in calls),
-        num_consumers=len(consumers),
-        num_slots=partition.group_SD.shape[0],
-        num_calls=len(calls),
-        compression=original / executed,
-        seconds=dict(seconds),
-    )
+def _check_windows(windows: bool, mode: str, planner: str, max_window_slots: int, max_live_producers: int) -> None:
+    if planner not in PLANNERS:
+        raise ValueError(f"planner is {planner!r}; must be one of {PLANNERS}")
+    if max_window_slots < 0 or max_live_producers < 1:
+        raise ValueError(
+            f"max_window_slots is {max_window_slots}, must be at least 0 (0: any number); max_live_producers is "
+            f"{max_live_producers}, must be at least 1"
+        )
+    if windows and (mode == "expanded" or planner == "l1"):
+        raise ValueError(
+            "windows share prefixes between microbatches: mode 'expanded' shares nothing and planner 'l1' plans no "
+            f"windows (mode is {mode!r}, planner {planner!r}); set windows to False"
+        )

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 import harts_titan.ops.kda.reference as kda_reference
-import harts_titan.tree.step as planner
-from harts_titan.tree import CallLayout, StepPlan
+from harts_titan.tree import CallLayout, StepPlan, sorted_step
 from tests.forests import Forest, describe, random_forest
 from tests.numerics.harness import (
     SMALL,
@@ -197,7 +196,7 @@ def test_state_leaked_into_the_next_sequence_is_caught(model, reference, monkeyp
 
 @pytest.mark.parametrize("shift", [1, -1])
 def test_common_prefix_off_by_one_is_caught(shift, model, reference, monkeypatch):
-    exact = planner.sort_trajectories
+    exact = sorted_step.sort_trajectories
 
     def shifted(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         order_N, lcp_N = exact(tokens, offsets)
@@ -206,7 +205,7 @@ def test_common_prefix_off_by_one_is_caught(shift, model, reference, monkeypatch
         inside_N = (lcp_N > 0) & (lcp_N + 1 < np.minimum(length_N, np.roll(length_N, 1)))
         return order_N, lcp_N + shift * inside_N
 
-    monkeypatch.setattr(planner, "sort_trajectories", shifted)
+    monkeypatch.setattr(sorted_step, "sort_trajectories", shifted)
     for (tokens, offsets), expanded, alone in reference:
         failed = checked(model, (tokens, offsets), expanded, alone)
         # A token too many gives one trajectory another's token; a token too few computes shared tokens twice.

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from tree_oracle import flat, random_sequences
 
-from harts_titan.tree import MODES, RoundPlan, check_call, layout, plan_step, row_kernels, step
+from harts_titan.tree import MODES, RoundPlan, check_call, layout, plan_step, row_kernels, sorted_step
 
 CHUNK = 3
 
@@ -64,7 +63,7 @@ def off_by_one(delta):
         room[0] = False
         return order, np.where(room, lcp + delta, lcp)
 
-    original = step.sort_trajectories
+    original = sorted_step.sort_trajectories
     return sort
 
 
@@ -74,9 +73,12 @@ def off_by_one(delta):
 )
 def test_lcp_off_by_one(monkeypatch, mode, delta, invariant):
     tokens, offsets = sample(count=20)
-    monkeypatch.setattr(step, "sort_trajectories", off_by_one(delta))
+    monkeypatch.setattr(sorted_step, "sort_trajectories", off_by_one(delta))
     plan = plan_step(tokens, offsets, capacity=1000, chunk_size=CHUNK, mode=mode)
     with pytest.raises(ValueError, match=invariant):
+        check_call(plan.consumer(0, 0).calls[0].arrays(), tokens, offsets, chunk_size=CHUNK, mode=mode)
+    # The whole plan is refused before its rows are looked at.
+    with pytest.raises(ValueError, match="items compute all their rows"):
         plan.validate(tokens, offsets)
 
 
@@ -128,10 +130,11 @@ def test_step_faults():
         "consumers fit the capacity": replace(plan, capacity=largest - 1),
         "every trajectory is in exactly one consumer": with_consumer(plan, 1, trajectory_N=first),
         "calls cover the consumer's trajectories once": with_consumer(
-            with_consumer(plan, 0, trajectory_N=plan.consumer(1, 0).trajectory_N), 1, trajectory_N=first
+            plan, 1, calls=plan.tensordict["consumer_0", "calls"]
         ),
         "every replica has the same slots": replace(plan, num_slots=plan.num_slots - 1),
-        "one chunk size and tap count in a plan": replace(plan, chunk_size=CHUNK + 1),
+        "replay rows are exactly": replace(plan, chunk_size=CHUNK + 1),
+        "one chunk size and tap count in a plan": replace(plan, num_taps=plan.num_taps + 1),
     }
     for invariant, wrong in faults.items():
         with pytest.raises(ValueError, match=invariant):
@@ -152,14 +155,8 @@ def test_expanded_step_faults():
         replace(plan, call_capacity=5).validate(tokens, offsets)
     # A compact call is not an expanded one.
     compact = plan_step(tokens, offsets, capacity=60, chunk_size=CHUNK)
-    with pytest.raises(ValueError, match="an expanded call shares nothing"):
+    with pytest.raises(ValueError, match="items compute all their rows"):
         replace(compact, mode="expanded").validate(tokens, offsets)
-
-
-def test_an_empty_consumer_is_refused():
-    tokens, offsets = flat([[1], [2]])
-    plan = plan_step(tokens, offsets, capacity=4, chunk_size=CHUNK, dp_degree=2)
-    everything = plan_step(tokens, offsets, capacity=4, chunk_size=CHUNK)
-    both = with_consumer(plan, 0, **dict(everything.tensordict["consumer_0"].items()))
-    with pytest.raises(ValueError, match="no consumer is empty"):
-        with_consumer(both, 1, trajectory_N=torch.zeros(0, dtype=torch.int64)).validate(tokens, offsets)
+    call = compact.consumer(0, 0).calls[0].arrays()
+    with pytest.raises(ValueError, match="an expanded call shares nothing"):
+        check_call(call, tokens, offsets, chunk_size=CHUNK, mode="expanded")
