@@ -93,10 +93,15 @@ def plan_items(
 
     Time: O(N log N).
     """
-    host_N, lcp_N, prefix_lcp_N = _neighbours(
+    host_N, lcp_N, prefix_lcp_N, torn = _neighbours(
         step.minimum_LN, step.length_N, placement.replica_N, placement.slot_N, placement.window_J, placement.shared_N,
         placement.num_slots, placement.num_windows, dp_degree,
     )  # fmt: skip
+    if torn >= 0:
+        raise ValueError(
+            f"the placement's shared prefixes are not closed: trajectory {step.order_N[torn]} shares "
+            f"{placement.shared_N[torn]} tokens, but its replica's producer in that window computes more or less of it"
+        )
     place_N = np.empty_like(step.order_N)
     place_N[step.order_N] = np.arange(step.num_trajectories)
     consumers = [
@@ -128,13 +133,24 @@ def plan_items(
 
 @numba.njit(cache=True)
 def _neighbours(minimum_LN, length_N, replica_N, slot_N, window_J, shared_N, num_slots, num_windows, dp_degree):
-    """Return host place of each shared prefix, own rows shared with the consumer's member before, and with the host."""
-    n = length_N.shape[0]
+    """Return host place of each shared prefix, own rows shared with the consumer's member before, and with the host.
+
+    The last value is a place whose shared prefix does not fit that of the member before it, -1 if all fit.
+    """
+    n, torn = length_N.shape[0], -1
+    before_WD = np.full((num_windows, dp_degree), -1)
     host_N, lcp_N, prefix_lcp_N = np.full(n, -1), np.zeros(n, np.int64), np.zeros(n, np.int64)
     last_JD, last_WD = np.full((num_slots, dp_degree), -1), np.full((num_windows, dp_degree), -1)
     for x in range(n):
         d, j = replica_N[x], slot_N[x]
         w = window_J[j]
+        y = before_WD[w, d]
+        before_WD[w, d] = x
+        if y >= 0:
+            # Sorted neighbours suffice: common prefixes of others are minima over those in between.
+            both = common_prefix(minimum_LN, y, x)
+            if min(both, shared_N[y]) > shared_N[x] or min(both, shared_N[x]) > shared_N[y]:
+                torn = x
         if length_N[x] > shared_N[x]:
             y = last_JD[j, d]
             last_JD[j, d] = x
@@ -150,7 +166,7 @@ def _neighbours(minimum_LN, length_N, replica_N, slot_N, window_J, shared_N, num
                 host_N[x] = x
                 prefix_lcp_N[x] = both
                 last_WD[w, d] = x
-    return host_N, lcp_N, prefix_lcp_N
+    return host_N, lcp_N, prefix_lcp_N, torn
 
 
 def _grouped(key_M: np.ndarray, num_groups: int) -> list[np.ndarray]:

@@ -1,0 +1,297 @@
+"""Sharing windows: producers, hand-over and states, proven by validate and executed symbolically."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from tree_oracle import Trie, compact_size, flat, random_sequences
+from window_placement import draw_placement
+
+from harts_titan.tree import PlanCost, StepPlan, plan_step, step
+
+COST = PlanCost(3, 2, 7, 1, 5, 4, row_alignment=4, shared_row_bytes=10, handed_state_bytes=1000)
+
+
+def use_drawn_placement(monkeypatch, sequences, rng, style="full"):
+    def place(sorted_step, partition, *, capacity, dp_degree, cost, max_window_slots):
+        start = step.alone(partition)
+        return draw_placement(
+            sequences, sorted_step, start, rng, capacity=capacity, max_window_slots=max_window_slots, style=style
+        )
+
+    monkeypatch.setattr(step, "_place", place)
+
+
+def states_after(call, external_states, token_Y, chunk):
+    """Run the packed sequences on token tuples; return the exported states and check what each row has seen."""
+    cu, ptr = call["cu_seqlens_Q1"], call["round_ptr_R1"]
+    pool = list(external_states) + [None] * len(call["export_sequence_E"])
+    seen = {}
+    for lo, hi in pairwise(ptr):
+        made = {}
+        for q in range(lo, hi):
+            state = pool[call["init_state_Q"][q]] if call["init_state_Q"][q] >= 0 else ()
+            assert state is not None, "a state is read before it is made"
+            for i, row in enumerate(call["packed_row_P"][cu[q] : cu[q + 1]]):
+                state = (*state, int(token_Y[row]))
+                if i >= call["replay_Q"][q]:
+                    seen[int(row)] = state
+                if (i + 1) % chunk == 0 or i + 1 == cu[q + 1] - cu[q]:
+                    for e in np.flatnonzero(call["export_sequence_E"] == q):
+                        if -(-(i + 1) // chunk) == call["export_boundary_E"][e]:
+                            made[len(external_states) + e] = state
+        for e, state in made.items():
+            pool[e] = state
+    return pool[len(external_states) :], seen
+
+
+def execute(plan: StepPlan, sequences):
+    """Run every producer, then its consumers: each row must have seen exactly its own path."""
+    made = {}
+    for producer in plan.producers():
+        call = producer.call.arrays()
+        exported, seen = states_after(call, [], call["token_T"], plan.chunk_size)
+        made[producer.window * plan.dp_degree + producer.replica] = (call, exported)
+        rows_of_positions(call, seen, [sequences[x][:n] for x, n in zip(producer.trajectory_N, producer.prefix_N)], 0)
+    for consumer in plan.consumers():
+        (call,) = (layout.arrays() for layout in consumer.calls)
+        states, external = [], np.zeros(0, np.int64)
+        if consumer.producer >= 0:
+            source, exported = made[consumer.producer]
+            states = [exported[e] for e in consumer.export_E.tolist()]
+            external = source["token_T"][consumer.external_row_X.numpy()]
+        token_Y = np.concatenate([external, call["token_T"]])
+        _, seen = states_after(call, states, token_Y, plan.chunk_size)
+        members = [sequences[x] for x in consumer.trajectory_N.tolist()]
+        rows_of_positions(call, seen, members, external.size)
+        against_trie(call, members, consumer, external.size)
+
+
+def rows_of_positions(call, seen, sequences, num_external):
+    bound = call["position_offset_N1"]
+    for n, sequence in enumerate(sequences):
+        for i, row in enumerate(call["row_of_position_S"][bound[n] : bound[n + 1]].tolist()):
+            if row >= num_external:
+                assert seen[row] == tuple(map(int, sequence[: i + 1]))
+                taps = [r for r in call["conv_tap_TW"][row - num_external] if r >= 0]
+                path = call["row_of_position_S"][bound[n] : bound[n + 1]]
+                assert taps == path[max(0, i + 1 - len(taps)) : i + 1].tolist()
+                assert len(taps) == min(i + 1, call["conv_tap_TW"].shape[1])
+
+
+def against_trie(call, members, consumer, num_external):
+    trie = Trie(members)
+    node_Y = np.zeros(num_external + call["token_T"].size, np.int64)
+    node_Y[call["row_of_position_S"]] = [node for path in trie.path for node in path]
+    assert len(np.unique(node_Y)) == len(trie) == node_Y.size
+    through = [trie.through[node] for node in node_Y]
+    assert consumer.multiplicity_X.tolist() + call["multiplicity_T"].tolist() == through
+    tin, tout = call["tin_Y"], call["tout_Y"]
+    ancestors = {node: set(path[: i + 1]) for path in trie.path for i, node in enumerate(path)}
+    for q, node in enumerate(node_Y.tolist()):
+        assert set(node_Y[(tin <= tin[q]) & (tin[q] < tout)].tolist()) == ancestors[node]
+
+
+def planned(monkeypatch, sequences, rng, style="full", **options):
+    use_drawn_placement(monkeypatch, sequences, rng, style)
+    tokens, offsets = flat(sequences)
+    plan = plan_step(tokens, offsets, **({"windows": True, "cost": COST, "max_window_slots": 4} | options))
+    plan.validate(tokens, offsets)
+    return plan
+
+
+@pytest.mark.parametrize("style", ("full", "depth", "ragged"))
+@pytest.mark.parametrize("mode", ("compact", "nodewise"))
+@pytest.mark.parametrize("seed", range(40))
+def test_random_windows(monkeypatch, seed, mode, style):
+    rng = np.random.default_rng(seed)
+    chunk = 1 + seed % 8
+    sequences = random_sequences(rng, int(rng.integers(6, 30)), chunk=chunk)
+    longest = max(map(len, sequences))
+    plan = planned(
+        monkeypatch, sequences, rng, style, capacity=longest + int(rng.integers(0, 3 * chunk)), chunk_size=chunk,
+        num_taps=int(rng.integers(1, 6)), dp_degree=1 + seed % 3, mode=mode,
+    )  # fmt: skip
+    execute(plan, sequences)
+    stats = plan.stats
+    assert stats.compact_tokens == sum(
+        compact_size([sequences[x] for x in c.trajectory_N.tolist()]) for c in plan.consumers()
+    )
+    assert stats.executed_rows == stats.residual_tokens + stats.producer_tokens <= stats.compact_tokens
+    assert stats.num_producers == len(plan.producers())
+
+
+def test_windows_find_something_to_share(monkeypatch):
+    """The random tests above must not pass for want of producers."""
+    producers = states = 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        chunk = 1 + seed % 8
+        sequences = random_sequences(rng, 25, chunk=chunk)
+        plan = planned(monkeypatch, sequences, rng, capacity=max(map(len, sequences)), chunk_size=chunk)
+        producers += plan.stats.num_producers
+        states += plan.stats.handed_states
+    assert producers > 40 and states > 40
+
+
+@pytest.mark.parametrize("mode", ("compact", "nodewise"))
+@pytest.mark.parametrize("chunk", (1, 2, 3, 4, 8))
+def test_attach_points_at_every_offset(monkeypatch, chunk, mode):
+    # A trunk, and trajectories that leave it after every number of tokens; each branch occurs in two consumers.
+    trunk = np.arange(3 * chunk + 2)
+    sequences = []
+    for i in range(1, len(trunk) + 1):
+        sequences += [np.concatenate([trunk[:i], [100 + k], trunk[: i % 3]]) for k in range(2)]
+    rng = np.random.default_rng(chunk)
+    plan = planned(
+        monkeypatch, sequences, rng, capacity=len(trunk) + 8, chunk_size=chunk, mode=mode, max_window_slots=50
+    )
+    execute(plan, sequences)
+    items = plan.items
+    roots = (items["segment_parent_G"] == -1) & (items["segment_start_G"] > 0)
+    assert set((items["segment_start_G"][roots] % chunk).tolist()) == set(range(chunk))
+
+
+def by_hand(monkeypatch, sequences, slot, shared, *, chunk=4, mode="compact", **options):
+    """Plan with one replica, one window and the given slots and shared prefixes by trajectory."""
+
+    def place(sorted_step, partition, **_):
+        order = sorted_step.order_N
+        ptr = options.get("ptr", [0, max(slot) + 1])
+        zeros = np.zeros(len(order), np.int64)
+        return step.Placement(zeros, np.array(slot)[order], np.array(ptr), np.array(shared)[order])
+
+    monkeypatch.setattr(step, "_place", place)
+    tokens, offsets = flat(sequences)
+    plan = plan_step(tokens, offsets, capacity=options.get("capacity", 100), chunk_size=chunk, mode=mode, windows=True)
+    plan.validate(tokens, offsets)
+    execute(plan, sequences)
+    return plan
+
+
+TWO = ([[1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 4, 5, 6, 8], [1, 2, 9]], [0, 1, 0], [6, 6, 2])
+
+
+def test_states_of_a_small_window(monkeypatch):
+    plan = by_hand(monkeypatch, *TWO)
+    items = plan.items
+    assert items["item_rows_I"].tolist() == [2, 1, 6]
+    # Both consumers attach at 6 and replay [4, 6) from the state at 4; the branch at 2 starts from zero.
+    assert items["state_position_E"].tolist() == [4] and items["taken_state_A"].tolist() == [0, 0]
+    first, second = plan.consumers()
+    assert first.external_row_X.tolist() == [0, 1, 2, 3, 4, 5] == second.external_row_X.tolist()
+    assert first.multiplicity_X.tolist() == [2, 2, 1, 1, 1, 1]
+    assert first.state_row_E.tolist() == [3] and first.export_E.tolist() == [0]
+    assert plan.producer(0, 0).call.export_boundary_E.tolist() == [1]
+    assert plan.events.tolist() == [[0, 0], [1, 0], [2, 0], [1, 1], [2, 1], [3, 0]]
+
+
+def test_nodewise_cuts_the_producer_where_consumers_attach(monkeypatch):
+    plan = by_hand(monkeypatch, *TWO, mode="nodewise")
+    call = plan.producer(0, 0).call.arrays()
+    assert call["seg_start_V"].tolist() == [0, 2] and call["seg_length_V"].tolist() == [2, 4]
+    assert plan.items["state_position_E"].tolist() == [2, 6]
+
+
+def test_a_prefix_that_ends_where_an_earlier_branch_goes_on(monkeypatch):
+    # In sorted order the prefix [1, 2] of the last trajectory follows [1, 2, 3, 3], which it begins.
+    sequences = [[1, 2, 3, 3, 5], [1, 2, 3, 3, 6], [1, 2, 7], [1, 2, 8]]
+    plan = by_hand(monkeypatch, sequences, [0, 1, 0, 1], [4, 4, 2, 2])
+    assert plan.stats.producer_tokens == 4 and plan.stats.residual_tokens == 4
+
+
+def test_consumer_wholly_in_the_producer(monkeypatch):
+    sequences = [[1, 2, 3], [1, 2], [1, 2, 3, 4], [1, 2, 3]]
+    plan = by_hand(monkeypatch, sequences, [0, 0, 1, 1], [3, 2, 3, 3])
+    covered = plan.consumer(0, 0)
+    assert covered.calls[0].num_rows == 0 and covered.calls[0].num_positions == 5
+    assert plan.stats.rounds_mean == 1 and plan.items["item_rounds_I"].tolist() == [0, 1, 1]
+
+
+def test_a_replica_without_producer_in_a_window(monkeypatch):
+    plan = by_hand(monkeypatch, [[1, 2], [1, 3], [5], [6]], [0, 1, 2, 3], [1, 1, 0, 0], ptr=[0, 2, 4])
+    assert plan.producer(0, 1) is None and plan.producer(0, 0) is not None
+    assert plan.consumer(0, 2).producer == -1 and plan.consumer(0, 0).producer == 0
+    assert (0, 1) not in {tuple(event) for event in plan.events.tolist()}
+
+
+def test_placement_faults_are_named(monkeypatch):
+    sequences, slot, _ = TWO
+    with pytest.raises(ValueError, match="shared prefixes are not closed"):
+        by_hand(monkeypatch, [*sequences, [1, 2, 3, 4, 10]], [*slot, 1], [6, 6, 2, 3])
+    with pytest.raises(ValueError, match="a producer saves rows"):
+        by_hand(monkeypatch, [[1, 2, 3], [4]], [0, 1], [3, 0])
+    with pytest.raises(ValueError, match="producers fit the capacity"):
+        both = [[i, i, i, k] for i in range(4) for k in range(2)]
+        by_hand(monkeypatch, both, [2 * k + i // 2 for i in range(4) for k in range(2)], [3] * 8, capacity=8)
+    with pytest.raises(ValueError, match="consumers fit the capacity"):
+        by_hand(monkeypatch, [[1, 1], [2, 2]], [0, 0], [0, 0], capacity=3)
+
+
+@pytest.mark.parametrize("windows", (False, True))
+@pytest.mark.parametrize("replicas", ((), (1,), (2, 0)))
+def test_rows_of_some_replicas(monkeypatch, replicas, windows):
+    rng = np.random.default_rng(7)
+    sequences = random_sequences(rng, 40, chunk=4)
+    options = {"capacity": max(map(len, sequences)), "chunk_size": 4, "dp_degree": 3, "windows": windows}
+    plan = planned(monkeypatch, sequences, np.random.default_rng(1), replicas=replicas, **options)
+    everything = planned(monkeypatch, sequences, np.random.default_rng(1), **options)
+    assert plan.replicas == tuple(sorted(replicas))
+    assert plan.stats == replace(everything.stats, seconds=plan.stats.seconds)
+    for name, array in everything.items.items():
+        assert np.array_equal(array, plan.items[name])
+    for d in range(3):
+        if d in replicas:
+            assert plan.consumer(d, 0).calls[0].num_positions == everything.consumer(d, 0).calls[0].num_positions
+            continue
+        for ask in (plan.consumer, plan.producer):
+            with pytest.raises(ValueError, match="not laid out; plan_step was given replicas"):
+                ask(d, 0)
+
+
+@pytest.mark.parametrize("windows", (False, True))
+def test_storage_carries_everything(monkeypatch, tmp_path, windows):
+    rng = np.random.default_rng(3)
+    sequences = random_sequences(rng, 40, chunk=4)
+    plan = planned(
+        monkeypatch, sequences, rng, capacity=max(map(len, sequences)), chunk_size=4, dp_degree=2, windows=windows
+    )
+    plan.save(tmp_path / "plan.pt")
+    loaded = StepPlan.load(tmp_path / "plan.pt")
+    loaded.validate(*flat(sequences))
+    execute(loaded, sequences)
+    assert replace(loaded, tensordict=plan.tensordict) == plan
+    assert set(loaded.tensordict.keys(True, True)) == set(plan.tensordict.keys(True, True))
+    plan.to("cpu").validate(*flat(sequences))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "expanded"}, "mode 'expanded' shares nothing"),
+        ({"planner": "l1"}, "planner 'l1' plans no windows"),
+        ({"planner": "best"}, "planner is 'best'"),
+        ({"max_window_slots": -1}, "max_window_slots is -1"),
+        ({"max_live_producers": 0}, "max_live_producers is 0"),
+        ({"replicas": (1,)}, r"replicas is \(1,\)"),
+    ],
+)
+def test_refusals(options, message):
+    tokens, offsets = flat([[1, 2], [1, 3]])
+    with pytest.raises(ValueError, match=message):
+        plan_step(tokens, offsets, **({"capacity": 4, "chunk_size": 4, "windows": True} | options))
+
+
+def test_no_such_producer(monkeypatch):
+    plan = by_hand(monkeypatch, *TWO)
+    with pytest.raises(ValueError, match="no producer"):
+        plan.producer(0, 1)
+
+
+def test_interface_memory_counts_rows_and_states(monkeypatch):
+    tokens, offsets = flat(TWO[0])
+    by_hand(monkeypatch, *TWO)
+    plan = plan_step(tokens, offsets, capacity=100, chunk_size=4, windows=True, cost=COST)
+    assert plan.stats.interface_bytes == 6 * 10 + 1 * 1000
+    assert plan.stats.alignment_tokens == (4 - 2) + (4 - 1) + (8 - 6)
