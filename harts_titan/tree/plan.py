@@ -85,7 +85,7 @@ class StepPlan:
         num_taps: width of the short convolution.
         dp_degree: replicas.
         num_slots: consumers of each replica.
-        planner: ``harts`` or ``l1``.
+        planner: ``harts``, ``l1`` or the name of the function that placed the step.
         windows: True if producers compute what several microbatches of a window share.
         max_window_slots: slots a window may have, 0 for any number; 1 where windows are off.
         max_live_producers: producers a replica may hold for backward at once; 0 where windows are off.

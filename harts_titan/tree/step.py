@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from harts_titan.tree.plan import StepPlan, nested
 from harts_titan.tree.sorted_step import SortedStep
 from harts_titan.tree.stats import plan_statistics
 from harts_titan.tree.tables import pack_items
-from harts_titan.tree.work import Placement
+from harts_titan.tree.work import Placement, measure
 
 PLANNERS = ("harts", "l1")
 
@@ -39,7 +39,7 @@ def plan_step(
     windows: bool = False,
     max_window_slots: int = 6,
     max_live_producers: int = 2,
-    planner: str = "harts",
+    planner: str | Callable[[SortedStep], Placement] = "harts",
     cost: PlanCost | None = None,
     replicas: Sequence[int] | None = None,
 ) -> StepPlan:
@@ -61,7 +61,8 @@ def plan_step(
         windows: True to compute prefixes that microbatches of a sharing window have in common once, in producers.
         max_window_slots: slots a window may have, 0 for any number.
         max_live_producers: producers a replica may hold for backward at once.
-        planner: ``harts`` (both levels) or ``l1`` (prefix compression only, without windows).
+        planner: ``harts`` (both levels), ``l1`` (prefix compression only, without windows), or a function that places
+            the sorted step, without windows, named in the plan by its ``__name__``: a baseline to compare with.
         cost: cost coefficients; default: rows only.
         replicas: replicas whose rows are laid out, default all. Everything else is planned for all of them.
 
@@ -72,6 +73,7 @@ def plan_step(
         ValueError: If an argument is out of range, a trajectory is empty or longer than ``capacity``, or there are
             fewer trajectories than replicas.
     """
+    clock = _Clock()
     tokens, offsets = _check_batch(tokens, offsets)
     call_capacity = _check_mode(
         mode, capacity=capacity, chunk_size=chunk_size, num_taps=num_taps, call_capacity=call_capacity, reverse=reverse
@@ -82,17 +84,18 @@ def plan_step(
         raise ValueError(f"replicas is {chosen}; must lie in [0, {dp_degree})")
     cost = PlanCost() if cost is None else cost
 
-    clock = _Clock()
     step = SortedStep.from_tokens(tokens, offsets)
     clock.stop("sort")
-    partition = partition_step(step, capacity=capacity, dp_degree=dp_degree)
-    clock.stop("l1")
-    placement = (
-        _place(step, partition, capacity=capacity, dp_degree=dp_degree, cost=cost, max_window_slots=max_window_slots)
-        if windows
-        else alone(partition)
+    partition, placement = _both_levels(
+        step,
+        planner,
+        clock,
+        windows=windows,
+        capacity=capacity,
+        dp_degree=dp_degree,
+        cost=cost,
+        max_window_slots=max_window_slots,
     )
-    clock.stop("l2")
     work = _plan_work(step, placement, dp_degree=dp_degree, chunk_size=chunk_size, mode=mode)
     exists_WD = np.array([producer is not None for producer in work.producers]).reshape(-1, dp_degree)
     has_producer_W = exists_WD.sum(axis=1) > 0
@@ -121,7 +124,7 @@ def plan_step(
         num_taps=num_taps,
         dp_degree=dp_degree,
         num_slots=placement.num_slots,
-        planner=planner,
+        planner=planner.__name__ if callable(planner) else planner,
         windows=windows,
         max_window_slots=max_window_slots if windows else 1,
         max_live_producers=max_live_producers if windows else 0,
@@ -154,20 +157,53 @@ def alone(partition: Partition) -> Placement:
     return Placement(replica_K[group_N], slot_K[group_N], np.arange(num_slots + 1), np.zeros_like(group_N))
 
 
-def _place(
-    step: SortedStep, partition: Partition, *, capacity: int, dp_degree: int, cost: PlanCost, max_window_slots: int
-) -> Placement:
-    from harts_titan.tree.placement import place_step
+def partition_of(step: SortedStep, placement: Placement, dp_degree: int, *, method: str) -> Partition:
+    """Return the microbatches of a placement without windows, in the order ``slot * dp_degree + replica``.
 
-    return place_step(
-        step,
-        partition,
-        capacity=capacity,
-        dp_degree=dp_degree,
-        cost=cost,
-        max_window_slots=max_window_slots,
-        windows=True,
-    )
+    Raises:
+        ValueError: If the placement has windows of several slots or shares prefixes across microbatches.
+    """
+    if placement.num_windows != placement.num_slots or placement.shared_N.any():
+        raise ValueError(f"planner {method!r} placed microbatches in sharing windows; a function places them without")
+    rows_JD = measure(step, placement, dp_degree).complete_JD
+    group_N = placement.slot_N * dp_degree + placement.replica_N
+    return Partition(group_N, rows_JD.reshape(-1), np.arange(rows_JD.size).reshape(rows_JD.shape), method)
+
+
+def _both_levels(
+    step: SortedStep,
+    planner: str | Callable[[SortedStep], Placement],
+    clock: _Clock,
+    *,
+    windows: bool,
+    capacity: int,
+    dp_degree: int,
+    cost: PlanCost,
+    max_window_slots: int,
+) -> tuple[Partition, Placement]:
+    if callable(planner):
+        placement = planner(step)
+        partition = partition_of(step, placement, dp_degree, method=planner.__name__)
+        clock.stop("l1")
+    else:
+        partition = partition_step(step, capacity=capacity, dp_degree=dp_degree)
+        clock.stop("l1")
+        if windows:
+            from harts_titan.tree.placement import place_step
+
+            placement = place_step(
+                step,
+                partition,
+                capacity=capacity,
+                dp_degree=dp_degree,
+                cost=cost,
+                max_window_slots=max_window_slots,
+                windows=True,
+            )
+        else:
+            placement = alone(partition)
+    clock.stop("l2")
+    return partition, placement
 
 
 @dataclass(frozen=True)
@@ -330,16 +366,22 @@ def _check_mode(
     return call_capacity
 
 
-def _check_windows(windows: bool, mode: str, planner: str, max_window_slots: int, max_live_producers: int) -> None:
-    if planner not in PLANNERS:
-        raise ValueError(f"planner is {planner!r}; must be one of {PLANNERS}")
+def _check_windows(
+    windows: bool,
+    mode: str,
+    planner: str | Callable[[SortedStep], Placement],
+    max_window_slots: int,
+    max_live_producers: int,
+) -> None:
+    if not callable(planner) and planner not in PLANNERS:
+        raise ValueError(f"planner is {planner!r}; must be one of {PLANNERS} or a function")
     if max_window_slots < 0 or max_live_producers < 1:
         raise ValueError(
             f"max_window_slots is {max_window_slots}, must be at least 0 (0: any number); max_live_producers is "
             f"{max_live_producers}, must be at least 1"
         )
-    if windows and (mode == "expanded" or planner == "l1"):
+    if windows and (mode == "expanded" or planner != "harts"):
         raise ValueError(
-            "windows share prefixes between microbatches: mode 'expanded' shares nothing and planner 'l1' plans no "
-            f"windows (mode is {mode!r}, planner {planner!r}); set windows to False"
+            "windows share prefixes between microbatches: mode 'expanded' shares nothing, planner 'l1' plans no "
+            f"windows, nor does a function (mode is {mode!r}, planner {planner!r}); set windows to False"
         )
