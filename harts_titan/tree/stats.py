@@ -35,8 +35,8 @@ class PlanStats:
         num_slots: microbatches of a replica.
         num_calls: model calls over all replicas, producers included.
         compression: ``original_tokens / executed_rows``; exactly 1 in mode ``expanded``.
-        seconds: planning time by phase: ``sort`` (with common prefixes), ``l1``, ``l2``, ``rounds`` (forests, rounds,
-            states and events of every item) and ``layout`` (rows of the replicas asked for).
+        seconds: planning time by phase: ``sort`` (checks of the input and common prefixes included), ``l1``, ``l2``,
+            ``rounds`` (forests, rounds, states and events of every item), ``layout`` (rows of the replicas asked for).
         l1_method: search that found the microbatches.
         l1_tokens: compact rows after level 1.
         l1_balance: mean over largest rows of the slots after level 1.

@@ -62,7 +62,7 @@ def plan_step(
         max_window_slots: slots a window may have, 0 for any number.
         max_live_producers: producers a replica may hold for backward at once.
         planner: ``harts`` (both levels), ``l1`` (prefix compression only, without windows), or a function that places
-            the sorted step, without windows, named in the plan by its ``__name__``: a baseline to compare with.
+            the sorted step, named in the plan by its ``__name__``: a baseline to compare with.
         cost: cost coefficients; default: rows only.
         replicas: replicas whose rows are laid out, default all. Everything else is planned for all of them.
 
@@ -158,13 +158,7 @@ def alone(partition: Partition) -> Placement:
 
 
 def partition_of(step: SortedStep, placement: Placement, dp_degree: int, *, method: str) -> Partition:
-    """Return the microbatches of a placement without windows, in the order ``slot * dp_degree + replica``.
-
-    Raises:
-        ValueError: If the placement has windows of several slots or shares prefixes across microbatches.
-    """
-    if placement.num_windows != placement.num_slots or placement.shared_N.any():
-        raise ValueError(f"planner {method!r} placed microbatches in sharing windows; a function places them without")
+    """Return the microbatches of a placement, in the order ``slot * dp_degree + replica``."""
     rows_JD = measure(step, placement, dp_degree).complete_JD
     group_N = placement.slot_N * dp_degree + placement.replica_N
     return Partition(group_N, rows_JD.reshape(-1), np.arange(rows_JD.size).reshape(rows_JD.shape), method)
@@ -183,6 +177,10 @@ def _both_levels(
 ) -> tuple[Partition, Placement]:
     if callable(planner):
         placement = planner(step)
+        if not windows and (placement.num_windows != placement.num_slots or placement.shared_N.any()):
+            raise ValueError(
+                f"planner {planner.__name__!r} placed microbatches in sharing windows; set windows to True"
+            )
         partition = partition_of(step, placement, dp_degree, method=planner.__name__)
         clock.stop("l1")
     else:
@@ -380,8 +378,8 @@ def _check_windows(
             f"max_window_slots is {max_window_slots}, must be at least 0 (0: any number); max_live_producers is "
             f"{max_live_producers}, must be at least 1"
         )
-    if windows and (mode == "expanded" or planner != "harts"):
+    if windows and (mode == "expanded" or planner == "l1"):
         raise ValueError(
-            "windows share prefixes between microbatches: mode 'expanded' shares nothing, planner 'l1' plans no "
-            f"windows, nor does a function (mode is {mode!r}, planner {planner!r}); set windows to False"
+            "windows share prefixes between microbatches: mode 'expanded' shares nothing and planner 'l1' plans no "
+            f"windows (mode is {mode!r}, planner {planner!r}); set windows to False"
         )

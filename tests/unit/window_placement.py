@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from harts_titan.tree import partition
+from harts_titan.tree.step import alone
 from harts_titan.tree.work import Placement
 
 
@@ -15,6 +17,17 @@ def common_prefix(a, b) -> int:
 
 def compact(paths) -> int:
     return len({tuple(map(int, path[: i + 1])) for path in paths for i in range(len(path))})
+
+
+def drawn(sequences, rng, style, *, capacity, dp_degree=1, max_window_slots=4, **_):
+    """Return a planner function for ``plan_step``: level 1's microbatches in drawn windows."""
+
+    def drawn_windows(step) -> Placement:
+        start = alone(partition.partition_step(step, capacity=capacity, dp_degree=dp_degree))
+        options = {"capacity": capacity, "max_window_slots": max_window_slots, "style": style}
+        return draw_placement(sequences, step, start, rng, **options)
+
+    return drawn_windows
 
 
 def draw_placement(sequences, step, start: Placement, rng, *, capacity, max_window_slots, style) -> Placement:
