@@ -5,7 +5,8 @@ mini-batches, forward and backward of every microbatch, clipping, optimizer, exp
 with what its loader delivers; an RL framework can own an engine and call it with what it holds in memory.
 
 Reading order of one batch: :meth:`Engine.update` -> :meth:`Engine.prepare` (plan, positions, denominators) ->
-:meth:`harts_titan.step.StepRunner.run` (microbatches) -> ``model(inputs)`` -> ``harts_titan.ops``.
+:meth:`harts_titan.step.StepRunner.run` (microbatches) -> ``model(inputs)`` -> ``harts_titan.ops``. A batch that
+:meth:`Engine.plan_ahead` was given before is planned by then: :mod:`harts_titan.planning`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import copy
 import importlib
 import logging
 import time
-from dataclasses import replace
+from collections import deque
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from harts_titan.data import RolloutBatch, apply_overlong, check_vocabulary, lab
 from harts_titan.models.common.router_losses import update_expert_bias
 from harts_titan.models.train_specs import hugging_face_format, model_args_of
 from harts_titan.ops import OpsBackends
+from harts_titan.planning import PendingPlan, StepPlanner, make_plan
 from harts_titan.rl import (
     Metric,
     PositionBatch,
@@ -44,7 +47,7 @@ from harts_titan.rl import (
     position_advantages,
 )
 from harts_titan.step import Step, StepResult, StepRunner, figure
-from harts_titan.tree import StepPlan, plan_step
+from harts_titan.tree import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +56,17 @@ _OPTIONAL_COLUMNS = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient norm is NaN or infinite; the message names the step and the episodes."""
+
+
+@dataclass(frozen=True)
+class _MiniBatch:
+    """The trajectories of one optimizer step, checked."""
+
+    batch: RolloutBatch
+    advantage_S: np.ndarray | None
+    """Derived from rewards, label-aligned; None where the batch has the column or needs none."""
+    pending: PendingPlan | None
+    """Its plan, if it was given to the planning process."""
 
 
 class Engine:
@@ -98,10 +112,12 @@ class Engine:
             backends=self.backends,
             device=self.device,
             dp_rank=dp_rank,
-            dp_degree=dp_degree,
         )
         self.num_updates = 0
         """Updates so far: the step that messages name."""
+        self._planner: StepPlanner | None = None
+        # Batches that were given to plan_ahead: that of the coming update and the one after it.
+        self._ahead: deque[tuple[RolloutBatch, list[_MiniBatch]]] = deque(maxlen=2)
 
     @classmethod
     def from_config(
@@ -186,6 +202,7 @@ class Engine:
         Raises:
             ValueError: If the batch lacks what the objective needs, before any compute.
             NonFiniteError: If a loss or gradient norm is not finite; the weights are then those of the last good step.
+            PlanningError: If the batch was planned ahead and the planning process has died.
         """
         if not isinstance(batch, RolloutBatch):
             raise TypeError(
@@ -207,6 +224,39 @@ class Engine:
             if name in values:
                 values[name] /= num_steps
         return values | self._plan_figures(steps)
+
+    def plan_ahead(self, batch: RolloutBatch) -> None:
+        """Start planning the batch of a coming update while this process goes on.
+
+        ``update`` takes the plan if it is given the same object, and plans in place otherwise; results are the same.
+        Two batches are kept, those of the next update and of the one after it; a third replaces the oldest. Nothing
+        happens with ``tree.plan_in_background = false``, and until the planning process has started.
+
+        Args:
+            batch: the trajectories of that update; its arrays must not be written to afterwards.
+
+        Raises:
+            ValueError: As ``update``, where planning is not needed to see that the batch cannot be used.
+            PlanningError: If the planning process has died.
+        """
+        if not self.config.tree.plan_in_background or any(batch is known for known, _ in self._ahead):
+            return
+        planner = self.start_planner()
+        if planner.ready:
+            self._ahead.append((batch, self._mini_batches(batch, planner)))
+
+    def start_planner(self) -> StepPlanner:
+        """Return the planning process; start it, which takes seconds of its own, if there is none yet."""
+        if self._planner is None:
+            self._planner = StepPlanner()
+        return self._planner
+
+    def close(self) -> None:
+        """End the planning process if there is one; the engine can still be used."""
+        self._ahead.clear()
+        if self._planner is not None:
+            self._planner.close()
+            self._planner = None
 
     def compute_log_probs(self, batch: RolloutBatch) -> np.ndarray:
         """Compute the current policy's log-prob of every token, without gradients.
@@ -281,13 +331,10 @@ class Engine:
         Raises:
             ValueError: If the batch lacks what the objective needs, before any compute.
         """
-        self.check(batch)
-        batch, _ = apply_overlong(batch, self.config.tree.max_tokens, self.config.data.overlong)
-        advantage_S = self._advantages(batch)
-        steps = []
-        for idx in self._split(batch):
-            picked_S = None if advantage_S is None else self._pick(batch, advantage_S, idx)
-            steps.append(self.prepare(batch.select(idx), picked_S))
+        planned = [parts for known, parts in self._ahead if known is batch]
+        self._ahead = deque((entry for entry in self._ahead if entry[0] is not batch), self._ahead.maxlen)
+        parts = planned[0] if planned else self._mini_batches(batch, None)
+        steps = [self.prepare(part.batch, part.advantage_S, part.pending) for part in parts]
         if self.objective.must_compute_old_logprobs(self._columns(batch)):
             # Same plans as the updates, so that the first ratio is exactly 1.
             with record_function("harts::old_logprobs"):
@@ -298,14 +345,20 @@ class Engine:
         """Plan the same optimizer step differently, e.g. ``mode="expanded"``; metadata and totals stay."""
         return replace(step, plan=self._plan(step.batch, **plan_options))
 
-    def prepare(self, batch: RolloutBatch, advantage_S: np.ndarray | None = None) -> Step:
+    def prepare(
+        self, batch: RolloutBatch, advantage_S: np.ndarray | None = None, pending: PendingPlan | None = None
+    ) -> Step:
         """Plan one optimizer step and align its metadata.
 
         Args:
             batch: the step's trajectories.
             advantage_S: label-aligned advantages derived from rewards; None reads the batch's column.
+            pending: the plan of the batch that is being made; None plans in place.
         """
-        plan = self._plan(batch)
+        started = time.perf_counter()
+        with record_function("harts::plan"):
+            plan = self._plan(batch) if pending is None else pending.result()
+        waited = time.perf_counter() - started + (0.0 if pending is None else pending.submit_seconds)
         offsets = batch.offsets
         mask_S = batch.label_mask
 
@@ -321,23 +374,38 @@ class Engine:
             sampler_logprob_S=aligned(batch.logprobs),
             weight_S=aligned(batch.weights),
         )
-        return Step(batch, plan, positions, StepTotals.from_arrays(mask_S, offsets, weight_S=aligned(batch.weights)))
+        totals = StepTotals.from_arrays(mask_S, offsets, weight_S=aligned(batch.weights))
+        return Step(batch, plan, positions, totals, waited)
+
+    def _mini_batches(self, batch: RolloutBatch, planner: StepPlanner | None) -> list[_MiniBatch]:
+        """Check a batch and cut it into its optimizer steps; ``planner`` starts planning them."""
+        self.check(batch)
+        batch, _ = apply_overlong(batch, self.config.tree.max_tokens, self.config.data.overlong)
+        advantage_S = self._advantages(batch)
+        parts = []
+        for idx in self._split(batch):
+            part = batch.select(idx)
+            picked_S = None if advantage_S is None else self._pick(batch, advantage_S, idx)
+            pending = None if planner is None else planner.submit(part.tokens, part.offsets, **self._plan_options())
+            parts.append(_MiniBatch(part, picked_S, pending))
+        return parts
 
     def _plan(self, batch: RolloutBatch, **plan_options: Any) -> StepPlan:
+        return make_plan(batch.tokens, batch.offsets, **(self._plan_options() | plan_options))
+
+    def _plan_options(self) -> dict[str, Any]:
         tree = self.config.tree
-        options: dict[str, Any] = {
+        return {
             "capacity": tree.max_tokens,
             "chunk_size": tree.chunk_size,
             "dp_degree": self.dp_degree,
+            # Every rank plans the whole step and lays out the rows it runs.
+            "replicas": (self.dp_rank,),
             "mode": tree.mode,
             # A model without a short convolution has no taps; the plan then lists each row itself.
             "num_taps": getattr(self.model.model_args, "num_taps", 1),
+            "validate": tree.validate,
         }
-        with record_function("harts::plan"):
-            plan = plan_step(batch.tokens, batch.offsets, **(options | plan_options))
-            if tree.validate:
-                plan.validate(batch.tokens, batch.offsets)
-        return plan
 
     def _columns(self, batch: RolloutBatch) -> set[str]:
         return {name for name in _OPTIONAL_COLUMNS if getattr(batch, name) is not None}
@@ -440,6 +508,7 @@ class Engine:
             "tokens/replayed": float(sum(s.replay_tokens for s in stats) * passes),
             "plan/compression": original / max(compact, 1),
             "plan/seconds": sum(sum(s.seconds.values()) for s in stats),
+            "plan/wait_seconds": sum(step.plan_wait_seconds for step in steps),
             "plan/rounds_max": float(max(s.rounds_max for s in stats)),
             "plan/slots": float(sum(s.num_slots for s in stats)),
             "data/dropped": float(steps[0].batch.num_dropped),

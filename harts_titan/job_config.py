@@ -34,8 +34,12 @@ class Tree:
     """Chunk of the linear-attention kernel in tokens; 64 for the Triton KDA kernels."""
 
     cost_file: str = ""
-    """Cost coefficients of the planner, measured by `harts-bench calibrate CONFIG --json FILE`; "" counts operations from
-    the sizes of the model."""
+    """Cost coefficients of the planner, measured by `harts-bench calibrate CONFIG --json FILE`; "" counts operations
+    from the sizes of the model."""
+
+    plan_in_background: bool = True
+    """Plan the next step in a process of its own while this one runs; false plans every step where it is needed. The
+    plans are the same."""
 
     validate: bool = False
     """Prove every invariant of every plan before it is executed (slow; for tests and bug reports)."""

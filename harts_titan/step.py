@@ -40,6 +40,8 @@ class Step:
     positions: PositionBatch
     """Of the whole step, label-aligned, on the CPU."""
     totals: StepTotals
+    plan_wait_seconds: float = 0.0
+    """Time that planning kept the training process from anything else."""
 
 
 @dataclass
@@ -80,7 +82,6 @@ class StepRunner:
         backends: implementations of the ops.
         device: of the model.
         dp_rank: this replica.
-        dp_degree: number of replicas.
     """
 
     def __init__(
@@ -92,7 +93,6 @@ class StepRunner:
         backends: OpsBackends,
         device: torch.device,
         dp_rank: int,
-        dp_degree: int,
     ) -> None:
         self.model = model
         self.objective = objective
@@ -100,7 +100,6 @@ class StepRunner:
         self.backends = backends
         self.device = device
         self.dp_rank = dp_rank
-        self.dp_degree = dp_degree
 
     def run(self, step: Step, *, backward: bool, observer: CallObserver | None = None) -> StepResult:
         """Run this replica's microbatches of a step, slot after slot; with ``backward`` gradients accumulate.
@@ -110,7 +109,6 @@ class StepRunner:
             backward: also compute the objective and its gradients.
             observer: called with every call's layout and model output (for comparisons and tests).
         """
-        self._check_equal_calls(step.plan)
         consumers = [step.plan.consumer(self.dp_rank, slot).calls for slot in range(step.plan.num_slots)]
         layouts = [layout for calls in consumers for layout in calls]
         result = StepResult()
@@ -220,17 +218,6 @@ class StepRunner:
     def _one_call_suffices(self, consumer: _Consumer) -> bool:
         """Whether a call knows enough to compute its share of the load-balancing loss."""
         return len(consumer.calls) == 1 or self.moe.load_balance_scope == "trajectory"
-
-    def _check_equal_calls(self, plan: StepPlan) -> None:
-        if self.dp_degree == 1:
-            return
-        for slot in range(plan.num_slots):
-            numbers = {len(plan.consumer(replica, slot).calls) for replica in range(self.dp_degree)}
-            if len(numbers) > 1:
-                raise ValueError(
-                    f"replicas need different numbers of calls in slot {slot} of tree.mode = '{plan.mode}' "
-                    f"({sorted(numbers)}), which would hang the collectives; raise tree.max_tokens"
-                )
 
 
 def _in_step_order(layouts: list[CallLayout], values: list[Tensor], size: int) -> Tensor:

@@ -17,13 +17,16 @@ from typing import Any
 
 import torch
 import torchtitan.train as titan
+from torchtitan.components.checkpoint import DATALOADER
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.tools.logging import init_logger, logger
 
 from harts_titan import _compat
 from harts_titan.data import RolloutBatch
+from harts_titan.data.look_ahead import LookAhead
 from harts_titan.engine import Engine, NonFiniteError
 from harts_titan.job_config import parse_config, validate
+from harts_titan.planning import PlanningError
 
 # torchtitan's own version fails without an accelerator; Trainer.train looks the name up in its module.
 titan.maybe_enable_profiling = _compat.profiling
@@ -35,6 +38,8 @@ _ONE_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "
 
 class HartsTrainer(titan.Trainer):
     """torchtitan's trainer with planned, shared execution of a step's rollouts."""
+
+    dataloader: Any
 
     def __init__(self, job_config: Any) -> None:
         validate(job_config)
@@ -56,8 +61,17 @@ class HartsTrainer(titan.Trainer):
         # Refuse unusable rollouts now, not when their step comes.
         for members in self.dataloader.dataset.steps_of_epoch(0):
             self.engine.check(self.dataloader.dataset.batch.select(members))
+        # Checkpoints must hold the position of the step in training, not of the step that is planned meanwhile.
+        self.dataloader = self.checkpointer.states[DATALOADER] = LookAhead(self.dataloader)
+        if job_config.tree.plan_in_background:
+            self.engine.start_planner()
         self._window: dict[str, float] = {}
         self._window_start = time.perf_counter()
+
+    def close(self) -> None:
+        """End what the trainer started: checkpoints and logs of torchtitan, the planning process."""
+        super().close()
+        self.engine.close()
 
     def train(self) -> None:
         """Run the training loop of torchtitan, without elastic's `record` around it."""
@@ -76,10 +90,20 @@ class HartsTrainer(titan.Trainer):
             self.metrics_processor.data_loading_times.append(time.perf_counter() - started)
             yield batch
 
+    def _plan_next_step(self) -> None:
+        started = time.perf_counter()
+        batch = self.dataloader.peek()
+        # One entry a step, so that the mean stays that of a step.
+        self.metrics_processor.data_loading_times[-1] += time.perf_counter() - started
+        if batch is not None:
+            self.engine.plan_ahead(batch)
+
     def train_step(self, data_iterator: Iterator[RolloutBatch]) -> None:
         """Run one update and log it."""
         lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         batch = next(data_iterator)
+        if self.job_config.tree.plan_in_background and self.step < self.job_config.training.steps:
+            self._plan_next_step()
         # Messages name the step of the run, also after a resume.
         self.engine.num_updates = self.step - 1
         metrics = self.engine.update(batch)
@@ -97,7 +121,7 @@ class HartsTrainer(titan.Trainer):
         )
         logger.info(
             "step %d: %d original = %.2f x %d compact tokens (%d rows executed, %d replayed), %.0f original and "
-            "%.0f compact tokens/s, planned in %.3f s, %d round(s)",
+            "%.0f compact tokens/s, planned in %.3f s (waited for %.3f s), %d round(s)",
             self.step,
             metrics["tokens/original"],
             metrics["plan/compression"],
@@ -107,6 +131,7 @@ class HartsTrainer(titan.Trainer):
             rates["tokens/original_per_second"],
             rates["tokens/compact_per_second"],
             metrics["plan/seconds"],
+            metrics["plan/wait_seconds"],
             metrics["plan/rounds_max"],
         )
         self._window = {}
@@ -128,7 +153,7 @@ def main() -> None:
     except ValueError as error:
         logger.error("%s", error)
         sys.exit(2)
-    except NonFiniteError as error:
+    except (NonFiniteError, PlanningError) as error:
         logger.error("%s", error)
         sys.exit(1)
     finally:
