@@ -16,6 +16,7 @@ from harts_titan.tree.handover import hand_over
 from harts_titan.tree.items import WorkItem, expanded_item, plan_items
 from harts_titan.tree.layout import MODES, build_layout, expanded_forests, plan_forest_rounds
 from harts_titan.tree.partition import Partition, partition_step
+from harts_titan.tree.placement import place_step
 from harts_titan.tree.plan import StepPlan, nested
 from harts_titan.tree.sorted_step import SortedStep
 from harts_titan.tree.stats import plan_statistics
@@ -95,6 +96,7 @@ def plan_step(
         dp_degree=dp_degree,
         cost=cost,
         max_window_slots=max_window_slots,
+        chunk_size=chunk_size,
     )
     work = _plan_work(step, placement, dp_degree=dp_degree, chunk_size=chunk_size, mode=mode)
     exists_WD = np.array([producer is not None for producer in work.producers]).reshape(-1, dp_degree)
@@ -174,6 +176,7 @@ def _both_levels(
     dp_degree: int,
     cost: PlanCost,
     max_window_slots: int,
+    chunk_size: int,
 ) -> tuple[Partition, Placement]:
     if callable(planner):
         placement = planner(step)
@@ -187,8 +190,6 @@ def _both_levels(
         partition = partition_step(step, capacity=capacity, dp_degree=dp_degree)
         clock.stop("l1")
         if windows:
-            from harts_titan.tree.placement import place_step
-
             placement = place_step(
                 step,
                 partition,
@@ -196,7 +197,7 @@ def _both_levels(
                 dp_degree=dp_degree,
                 cost=cost,
                 max_window_slots=max_window_slots,
-                windows=True,
+                chunk_size=chunk_size,
             )
         else:
             placement = alone(partition)

@@ -1,0 +1,169 @@
+"""Level 2 of the planner: replicas, slots, sharing windows and producers (HARTS 3.2, A.2).
+
+The groups of Level 1 are dealt to *cells*, one replica's part of one window (``placement_search.py``); cells that cost
+alike share a window; each producer computes what two or more consumers of its cell use, and takes over what makes a
+consumer slower than its slot (``levelling.py``). Several searches from different random numbers are compared by
+``Work.score``.
+
+Shapes: N trajectories by sorted place, C cells, J slots, D replicas, W windows.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from harts_titan.tree.cost import PlanCost
+from harts_titan.tree.levelling import deepen, fit_producer, producer_rows, shared_depths, window_levels
+from harts_titan.tree.partition import Partition
+from harts_titan.tree.placement_search import search_cells
+from harts_titan.tree.sorted_step import SortedStep
+from harts_titan.tree.work import Placement, measure
+
+# Proposals per trajectory, of whole consumers and then of runs of trajectories: time grows with them, plans improve.
+_SWAPS, _MOVES = 12, 120
+# Weight of equal cells against a small sum of their tries, and of complete rows, which capacity makes scarce.
+_BALANCE, _COMPLETE = 8.0, 0.2
+# First bound on what a change may add, in mean costs of a trajectory.
+_HEAT_SWAPS, _HEAT_MOVES = 0.3, 0.02
+_SEEDS = (1, 2)
+
+
+def place_step(
+    step: SortedStep,
+    partition: Partition,
+    *,
+    capacity: int,
+    dp_degree: int,
+    cost: PlanCost,
+    max_window_slots: int = 6,
+    chunk_size: int = 64,
+) -> Placement:
+    """Return a placement of small ``Phi`` with as many consumers as Level 1 has microbatches (HARTS 3.2).
+
+    Args:
+        step: trajectories in lexicographic order.
+        partition: microbatches of Level 1.
+        capacity: rows of a complete consumer layout, and of a producer.
+        dp_degree: number of replicas.
+        cost: what plans are compared by, and what is levelled between replicas.
+        max_window_slots: slots a sharing window may have; 0 for no limit.
+        chunk_size: producers take rows over down to a multiple of it where they can, which needs no replay.
+
+    Returns:
+        The placement: a function of the arguments only.
+    """
+    sizes_W = window_sizes(partition.num_groups // dp_degree, max_window_slots)
+    consumers_C = np.tile(sizes_W, dp_degree)
+    start_cell_N, start_label_N = _deal(partition.group_N, consumers_C)
+
+    def attempt(seed: int) -> Placement:
+        cell_N, label_N = start_cell_N.copy(), start_label_N.copy()
+        bounds = (step.length_N, step.minimum_LN, float(capacity), _pair(cost))
+        number = step.num_trajectories
+        search_cells(cell_N, label_N, consumers_C, *bounds, _SWAPS * number, True, _BALANCE, _HEAT_SWAPS, 0.0, seed)
+        cost_C = search_cells(
+            cell_N, label_N, consumers_C, *bounds, _MOVES * number, False, _BALANCE, _HEAT_MOVES, _COMPLETE, seed
+        )
+        # Cells of equal size and similar cost share a window: it waits for the slowest.
+        cells_WD = np.lexsort((np.arange(cost_C.size), -cost_C, -consumers_C)).reshape(-1, dp_degree)
+        return _level(step, cells_WD, cell_N, label_N, sizes_W, capacity=capacity, cost=cost, chunk_size=chunk_size)
+
+    # The searches release the interpreter lock. The result does not depend on which thread ends first.
+    with ThreadPoolExecutor(len(_SEEDS)) as pool:
+        placements = list(pool.map(attempt, _SEEDS))
+    return min(placements, key=lambda placement: measure(step, placement, dp_degree).score(cost))
+
+
+def window_sizes(num_slots: int, max_window_slots: int) -> np.ndarray:
+    """Return the slots of each window: as few windows as allowed, sizes that differ by one at most, larger ones first.
+
+    Args:
+        num_slots: slots of the step.
+        max_window_slots: slots a window may have; 0 for no limit.
+
+    Returns:
+        int64 (W,).
+    """
+    windows = -(-num_slots // max_window_slots) if max_window_slots else 1
+    return np.array([num_slots // windows + (w < num_slots % windows) for w in range(windows)], np.int64)
+
+
+def _pair(cost: PlanCost) -> float:
+    """Return the cost of an attended pair in rows, forward and backward together."""
+    return (cost.forward_pair + cost.backward_pair) / max(1, cost.forward_row + cost.backward_row)
+
+
+def _deal(group_N: np.ndarray, consumers_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Deal the groups of Level 1 to cells in the order of their middle trajectory; return cell and consumer of each."""
+    num_groups = int(group_N.max()) + 1
+    place = np.argsort(group_N, kind="stable")
+    bound = np.searchsorted(group_N[place], np.arange(num_groups + 1))
+    middle = place[(bound[:-1] + bound[1:]) // 2]
+    rank = np.empty(num_groups, np.int64)
+    rank[np.argsort(middle, kind="stable")] = np.arange(num_groups)
+    cell = np.repeat(np.arange(consumers_C.size), consumers_C)
+    label = np.concatenate([np.arange(n) for n in consumers_C])
+    return cell[rank][group_N], label[rank][group_N]
+
+
+def _level(
+    step: SortedStep,
+    cells_WD: np.ndarray,
+    cell_N: np.ndarray,
+    label_N: np.ndarray,
+    sizes_W: np.ndarray,
+    *,
+    capacity: int,
+    cost: PlanCost,
+    chunk_size: int,
+) -> Placement:
+    """Turn cells into a placement: producers, levels, order of slots, replicas."""
+    dp_degree = cells_WD.shape[1]
+    window_ptr_W1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(sizes_W)])
+    by_cell = np.argsort(cell_N, kind="stable")
+    bound = np.searchsorted(cell_N[by_cell], np.arange(cells_WD.size + 1))
+    place_WD = [[by_cell[bound[c] : bound[c + 1]] for c in cells] for cells in cells_WD]
+    shared_N, replica_N, slot_N = (np.zeros(step.num_trajectories, np.int64) for _ in range(3))
+    room_WD = np.zeros(cells_WD.shape, np.int64)
+    for w, places in enumerate(place_WD):
+        for d, place in enumerate(places):
+            depth = shared_depths(place, label_N[place], step.minimum_LN)
+            rows = producer_rows(place, depth, step.minimum_LN)
+            if rows > capacity:
+                fit_producer(place, label_N[place], depth, int(sizes_W[w]), capacity, step.minimum_LN)
+            elif rows > 0:
+                # A row costs at least one, so that cost fits as rows, too.
+                room_WD[w, d] = capacity - rows
+            shared_N[place], replica_N[place], slot_N[place] = depth, d, window_ptr_W1[w] + label_N[place]
+
+    work = measure(step, Placement(replica_N, slot_N, window_ptr_W1, shared_N), dp_degree)
+    unit = max(1, cost.forward_row + cost.backward_row)
+    consumer_JD = sum(work.consumer_costs(cost)) / unit
+    producer_WD = sum(work.producer_costs(cost)) / unit
+    load_D = np.zeros(dp_degree)
+    for w, places in enumerate(place_WD):
+        slots = slice(window_ptr_W1[w], window_ptr_W1[w + 1])
+        cost_DK = consumer_JD[slots].T
+        order_DK = np.argsort(-cost_DK, axis=1, kind="stable")
+        cost_DK = np.take_along_axis(cost_DK, order_DK, axis=1)
+        level_K = window_levels(np.ascontiguousarray(cost_DK), producer_WD[w], room_WD[w].astype(np.float64))
+        total_D = cost_DK.sum(axis=1) + producer_WD[w]
+        # The heavier cells go to the replicas with less work so far.
+        replica_D = np.empty(dp_degree, np.int64)
+        replica_D[np.argsort(-total_D, kind="stable")] = np.argsort(load_D, kind="stable")
+        load_D[replica_D] += total_D
+        for d, place in enumerate(places):
+            depth, label = shared_N[place], label_N[place]
+            slot_K = np.empty(order_DK.shape[1], np.int64)
+            slot_K[order_DK[d]] = np.arange(window_ptr_W1[w], window_ptr_W1[w + 1])
+            for k in np.flatnonzero(cost_DK[d] > level_K):
+                if room_WD[w, d] > 0:
+                    excess = float(cost_DK[d, k] - level_K[k])
+                    deepen(
+                        place, label, order_DK[d, k], depth, excess, step.length_N, step.minimum_LN, _pair(cost),
+                        chunk_size,
+                    )  # fmt: skip
+            shared_N[place], replica_N[place], slot_N[place] = depth, replica_D[d], slot_K[label]
+    return Placement(replica_N, slot_N, window_ptr_W1, shared_N)
