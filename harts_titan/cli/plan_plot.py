@@ -110,7 +110,7 @@ def _group(axes: Axes, at: int, replica_D: np.ndarray, rows_D: np.ndarray, *, co
 
 def forest_lines(
     length_N: np.ndarray, lcp_N: np.ndarray, shared_N: np.ndarray
-) -> dict[str, list[tuple[int, int, float]]]:
+) -> dict[str, list[tuple[int, float, float]]]:
     """Cut the segments of a forest by who computes their rows and whether paths share them.
 
     Args:
@@ -134,7 +134,7 @@ def forest_lines(
         if not children[v]:
             height_V[v] = leaves
             leaves += 1
-    lines: dict[str, list[tuple[int, int, float]]] = {"producer": [], "shared": [], "own": [], "fork": []}
+    lines: dict[str, list[tuple[int, float, float]]] = {"producer": [], "shared": [], "own": [], "fork": []}
     for v in range(num_segments - 1, -1, -1):
         start, end = int(forest.start_V[v]), int(forest.start_V[v] + forest.length_V[v])
         if children[v]:
@@ -147,8 +147,8 @@ def forest_lines(
             ends = np.sort(forest.end_position_N[forest.end_segment_N == v])
             shared_end = max(start, int(ends[-2])) if ends.size > 1 else start
         produced = min(max(int(shared_N[forest.source_V[v]]), start), end)
-        cuts = (("producer", start, produced), ("shared", produced, shared_end), ("own", max(produced, shared_end), end))
-        for kind, lo, hi in cuts:
+        own = max(produced, shared_end)
+        for kind, lo, hi in (("producer", start, produced), ("shared", produced, shared_end), ("own", own, end)):
             if lo < hi:
                 lines[kind].append((lo, hi, float(height_V[v])))
     return lines
@@ -164,7 +164,7 @@ def _draw_forest(axes: Axes, length_N: np.ndarray, lcp_N: np.ndarray, shared_N: 
         segments = [[(lo, at), (hi, at)] for lo, hi, at in lines[kind]]
         axes.add_collection(LineCollection(segments, colors=color, linewidths=2.2, zorder=2, capstyle="butt"))
         rows = sum(hi - lo for lo, hi, _ in lines[kind])
-        handles.append(Line2D([], [], color=color, linewidth=2.2, label=f"{name}: {rows:,} rows"))
+        handles.append(Line2D([], [], color=color, linewidth=2.2, label=f"{name}: {int(rows):,} rows"))
     axes.autoscale()
     axes.set_xlim(left=0)
     axes.margins(y=0.05)
