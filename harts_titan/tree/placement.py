@@ -52,7 +52,7 @@ def place_step(
         chunk_size: producers take rows over down to a multiple of it where they can, which needs no replay.
 
     Returns:
-        The placement: a function of the arguments only.
+        The placement: a function of the arguments only. Level 1's own, where no window pays.
     """
     sizes_W = window_sizes(partition.num_groups // dp_degree, max_window_slots)
     consumers_C = np.tile(sizes_W, dp_degree)
@@ -72,8 +72,18 @@ def place_step(
 
     # The searches release the interpreter lock. The result does not depend on which thread ends first.
     with ThreadPoolExecutor(len(_SEEDS)) as pool:
-        placements = list(pool.map(attempt, _SEEDS))
+        placements = [alone(partition), *pool.map(attempt, _SEEDS)]
     return min(placements, key=lambda placement: measure(step, placement, dp_degree).score(cost))
+
+
+def alone(partition: Partition) -> Placement:
+    """Return the placement of Level 1: its slots, nothing shared between microbatches."""
+    num_slots, dp_degree = partition.group_SD.shape
+    replica_K, slot_K = np.empty(partition.num_groups, np.int64), np.empty(partition.num_groups, np.int64)
+    replica_K[partition.group_SD] = np.arange(dp_degree)[None, :]
+    slot_K[partition.group_SD] = np.arange(num_slots)[:, None]
+    group_N = partition.group_N
+    return Placement(replica_K[group_N], slot_K[group_N], np.arange(num_slots + 1), np.zeros_like(group_N))
 
 
 def window_sizes(num_slots: int, max_window_slots: int) -> np.ndarray:

@@ -16,7 +16,7 @@ from harts_titan.tree.handover import hand_over
 from harts_titan.tree.items import WorkItem, expanded_item, plan_items
 from harts_titan.tree.layout import MODES, build_layout, expanded_forests, plan_forest_rounds
 from harts_titan.tree.partition import Partition, partition_step
-from harts_titan.tree.placement import place_step
+from harts_titan.tree.placement import alone, place_step
 from harts_titan.tree.plan import StepPlan, nested
 from harts_titan.tree.sorted_step import SortedStep
 from harts_titan.tree.stats import plan_statistics
@@ -147,16 +147,6 @@ def plan_step(
         ),
         tensordict=tensordict,
     )
-
-
-def alone(partition: Partition) -> Placement:
-    """Return the placement of level 1: its slots, nothing shared between microbatches."""
-    num_slots, dp_degree = partition.group_SD.shape
-    replica_K, slot_K = np.empty(partition.num_groups, np.int64), np.empty(partition.num_groups, np.int64)
-    replica_K[partition.group_SD] = np.arange(dp_degree)[None, :]
-    slot_K[partition.group_SD] = np.arange(num_slots)[:, None]
-    group_N = partition.group_N
-    return Placement(replica_K[group_N], slot_K[group_N], np.arange(num_slots + 1), np.zeros_like(group_N))
 
 
 def partition_of(step: SortedStep, placement: Placement, dp_degree: int, *, method: str) -> Partition:
