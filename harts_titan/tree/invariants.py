@@ -258,6 +258,8 @@ def _check_parts(call: Arrays, where: str) -> None:
     row, part = call["row_of_position_S"], call["part_T"]
     if part.size and (part[0] != 0 or not np.isin(np.diff(part), (0, 1)).all()):
         fail(name, where, "parts are not runs of rows")
+    inside = (np.diff(part) == 1) | (np.diff(call["segment_T"]) == 0)
+    require(inside, "a part lies in one segment", where, "own row")
     trajectory = np.repeat(np.arange(call["trajectory_N"].size), np.diff(call["position_offset_N1"]))
     own = row >= x
     pair = np.stack([trajectory[own], part[row[own] - x]], axis=1)

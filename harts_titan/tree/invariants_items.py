@@ -93,6 +93,9 @@ def _unpack(plan: StepPlan, residual_JD: np.ndarray, producer_WD: np.ndarray, of
     packed, length = plan.items, np.diff(offsets)
     wanted = [(0, d, j) for j in range(plan.num_slots) for d in range(plan.dp_degree)]
     wanted += [(1, int(d), int(w)) for w, d in np.argwhere(producer_WD > 0)]
+    for name, array in packed.items():
+        if name.startswith("item_") and array.shape != (len(wanted),):
+            fail("items are all consumers, then all producers", name, f"{array.shape} entries, {len(wanted)} exist")
     have = list(zip(*(packed[f"item_{name}_I"].tolist() for name in ("kind", "replica", "index")), strict=True))
     if have != wanted:
         fail("items are all consumers, then all producers", "items", f"{len(have)} listed, {len(wanted)} exist")
@@ -203,7 +206,7 @@ def _check_rounds(step: _Step, item: _Item) -> None:
     part, where = item.part, item.where
     parent, start, rounds = (part[f"segment_{key}_G"].tolist() for key in ("parent", "start", "round"))
     replay, continues = part["segment_replay_G"].tolist(), part["segment_continues_G"].tolist()
-    if set(rounds) != set(range(item.rounds)):
+    if item.rounds != len(set(rounds)) or set(rounds) != set(range(item.rounds)):
         fail("rounds are contiguous", where, f"{len(set(rounds))} of {item.rounds} rounds run something")
     expected = {"expanded": min(1, len(rounds)), "nodewise": len(rounds)}.get(step.mode, item.rounds)
     if item.rounds != expected or (step.mode != "compact" and any(continues)):

@@ -78,12 +78,17 @@ def _check_tables(plan: StepPlan, packed: Arrays, item: int, call: Arrays) -> No
             fail("rows are those of the planned segments", f"item {item}", f"{name} is not {column}")
 
 
-def _exported_row(call: Arrays, export: np.ndarray, chunk_size: int) -> np.ndarray:
+def _exported_row(call: Arrays, export: np.ndarray, chunk_size: int, where: str) -> np.ndarray:
     """Return the row after which each export of a call is taken."""
+    size = min(call["export_sequence_E"].size, call["export_boundary_E"].size)
+    require((export >= 0) & (export < size), "initial states exist", where, "export")
     sequence, bound = call["export_sequence_E"][export], call["cu_seqlens_Q1"]
-    length = np.diff(bound)[sequence]
-    consumed = np.minimum(call["export_boundary_E"][export] * chunk_size, length)
-    return call["packed_row_P"][bound[sequence] + consumed - 1]
+    require((sequence >= 0) & (sequence < bound.size - 1), "initial states exist", where, "sequence of export")
+    consumed = np.minimum(call["export_boundary_E"][export] * chunk_size, np.diff(bound)[sequence])
+    packed = bound[sequence] + consumed - 1
+    inside = (consumed > 0) & (packed >= 0) & (packed < call["packed_row_P"].size)
+    require(inside, "exports lie inside their sequence", where, "export")
+    return call["packed_row_P"][packed]
 
 
 def _check_producer(
@@ -94,14 +99,13 @@ def _check_producer(
     _check_settings(plan, call, producer.call.chunk_size, where)
     lo, hi = plan.window_ptr_W1[producer.window : producer.window + 2]
     placed = (plan.replica_N == producer.replica) & (plan.slot_N >= lo) & (plan.slot_N < hi)
-    if not np.array_equal(call["trajectory_N"], index) or not placed[index].all():
+    if not np.array_equal(call["trajectory_N"], index) or not np.isin(index, np.flatnonzero(placed)).all():
         fail("a producer serves its own window", where, f"trajectory_N {index[:8]}")
     if not np.array_equal(producer.prefix_N.cpu().numpy(), plan.shared_N[index]):
         fail("a producer computes the shared prefixes", where, "prefix_N is not shared_N")
     if producer.call.num_external_states or call["parent_Y"].size != call["token_T"].size:
         fail("a producer attaches to nothing", where, f"{producer.call.num_external_states} external states")
-    require((export_H >= 0) & (export_H < call["export_sequence_E"].size), "initial states exist", where, "export")
-    made = ProducerCall(plan.shared_N[index], export_H, _exported_row(call, export_H, plan.chunk_size))
+    made = ProducerCall(plan.shared_N[index], export_H, _exported_row(call, export_H, plan.chunk_size, where))
     check_call(call, tokens, offsets, chunk_size=plan.chunk_size, mode=plan.mode, where=where, made=made)
 
 
@@ -116,7 +120,7 @@ def _check_consumer(plan: StepPlan, consumer: ConsumerPlan, tokens: np.ndarray, 
         fail("calls cover the consumer's trajectories once", where, f"{ran.size} run, {members.size} are members")
     if plan.mode != "expanded" and len(calls) != 1:
         fail("calls cover the consumer's trajectories once", where, f"{len(calls)} calls")
-    external = _handed_over(plan, consumer, calls, members, where)
+    external = _handed_over(plan, consumer, members, where)
     for i, (call, layout) in enumerate(zip(calls, consumer.calls, strict=True)):
         at = f"{where}, call {i}"
         _check_settings(plan, call, layout.chunk_size, at)
@@ -125,11 +129,15 @@ def _check_consumer(plan: StepPlan, consumer: ConsumerPlan, tokens: np.ndarray, 
         if plan.mode == "expanded" and call["token_T"].size > plan.call_capacity and call["trajectory_N"].size > 1:
             fail("calls fit call_capacity", at, f"{call['token_T'].size} rows, at most {plan.call_capacity}")
         check_call(call, tokens, offsets, chunk_size=plan.chunk_size, mode=plan.mode, where=at, external=external)
+    multiplicity, num_external = consumer.multiplicity_X.cpu().numpy(), external.token_X.size
+    used = np.bincount(calls[0]["row_of_position_S"], minlength=num_external)[:num_external]
+    if multiplicity.shape != used.shape:
+        fail("sizes agree", where, f"{multiplicity.size} multiplicities of {num_external} external rows")
+    require(used > 0, "every row serves a position", where, "external row")
+    require(multiplicity == used, "multiplicity counts the row's positions", where, "external row")
 
 
-def _handed_over(
-    plan: StepPlan, consumer: ConsumerPlan, calls: list[dict[str, np.ndarray]], members: np.ndarray, where: str
-) -> ExternalRows:
+def _handed_over(plan: StepPlan, consumer: ConsumerPlan, members: np.ndarray, where: str) -> ExternalRows:
     """Return what the producer's call really hands over to a consumer, once it is proven to be what is needed."""
     none = np.zeros(0, np.int64)
     window = int(np.searchsorted(plan.window_ptr_W1, consumer.slot, "right")) - 1
@@ -142,21 +150,15 @@ def _handed_over(
     if producer is None or consumer.producer != window * plan.dp_degree + consumer.replica:
         fail("consumers with shared prefixes attach", where, f"producer {consumer.producer}")
     call = producer.call.arrays()
-    row, multiplicity, state, export = (
-        getattr(consumer, name).cpu().numpy()
-        for name in ("external_row_X", "multiplicity_X", "state_row_E", "export_E")
-    )
+    handed = (consumer.external_row_X, consumer.state_row_E, consumer.export_E)
+    row, state, export = (tensor.cpu().numpy() for tensor in handed)
     require((row >= 0) & (row < call["token_T"].size), "external rows are the producer's", where, "external row")
     require(np.diff(row) > 0, "external rows are the producer's", where, "external row")
     parent = call["parent_Y"][row]
     require((parent < 0) | np.isin(parent, row), "ancestors are present", where, "external row")
-    used = np.bincount(calls[0]["row_of_position_S"], minlength=row.size)[: row.size]
-    if multiplicity.shape != row.shape or state.shape != export.shape:
-        fail("sizes agree", where, f"{multiplicity.size} multiplicities of {row.size} external rows")
-    require(used > 0, "every row serves a position", where, "external row")
-    require(multiplicity == used, "multiplicity counts the row's positions", where, "external row")
-    # Exports are in range: the producer is proven first.
-    made = _exported_row(call, export, plan.chunk_size)
+    if state.shape != export.shape:
+        fail("sizes agree", where, f"{state.size} rows of {export.size} handed-over states")
+    made = _exported_row(call, export, plan.chunk_size, where)
     require((state >= 0) & (state < row.size), "external rows are the producer's", where, "handed-over state")
     require(row[state] == made, "an anchor is a state of the same path", where, "handed-over state")
     above = np.where(parent >= 0, np.searchsorted(row, parent), -1)

@@ -30,7 +30,7 @@ def drawn(sequences, rng, style, *, capacity, dp_degree=1, max_window_slots=4, *
     return drawn_windows
 
 
-def draw_placement(sequences, step, start: Placement, rng, *, capacity, max_window_slots, style) -> Placement:
+def draw_placement(sequences, step, start: Placement, rng, *, capacity, max_window_slots, style, ptr=None) -> Placement:
     """Cut slots into drawn windows and let producers compute prefixes that consumers share.
 
     Args:
@@ -41,8 +41,9 @@ def draw_placement(sequences, step, start: Placement, rng, *, capacity, max_wind
         capacity: rows a producer may have.
         max_window_slots: slots a window may have.
         style: ``full`` (all that two consumers use), ``depth`` (up to a drawn depth) or ``ragged`` (drawn per path).
+        ptr: window boundaries; drawn if not given.
     """
-    ptr = [0]
+    ptr = [0] if ptr is None else list(ptr)
     while ptr[-1] < start.num_slots:
         ptr.append(min(start.num_slots, ptr[-1] + int(rng.integers(1, max_window_slots + 1))))
     path = [sequences[x] for x in step.order_N]
