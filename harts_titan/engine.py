@@ -16,6 +16,7 @@ import importlib
 import logging
 import time
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ from harts_titan.data import RolloutBatch, apply_overlong, check_vocabulary, lab
 from harts_titan.models.common.router_losses import update_expert_bias
 from harts_titan.models.train_specs import hugging_face_format, model_args_of
 from harts_titan.ops import OpsBackends
-from harts_titan.planning import PendingPlan, StepPlanner, make_plan
+from harts_titan.planning import StepPlanner, make_plan
 from harts_titan.rl import (
     Metric,
     PositionBatch,
@@ -65,7 +66,7 @@ class _MiniBatch:
     batch: RolloutBatch
     advantage_S: np.ndarray | None
     """Derived from rewards, label-aligned; None where the batch has the column or needs none."""
-    pending: PendingPlan | None
+    pending: Future[StepPlan] | None
     """Its plan, if it was given to the planning process."""
 
 
@@ -346,7 +347,7 @@ class Engine:
         return replace(step, plan=self._plan(step.batch, **plan_options))
 
     def prepare(
-        self, batch: RolloutBatch, advantage_S: np.ndarray | None = None, pending: PendingPlan | None = None
+        self, batch: RolloutBatch, advantage_S: np.ndarray | None = None, pending: Future[StepPlan] | None = None
     ) -> Step:
         """Plan one optimizer step and align its metadata.
 
@@ -358,7 +359,7 @@ class Engine:
         started = time.perf_counter()
         with record_function("harts::plan"):
             plan = self._plan(batch) if pending is None else pending.result()
-        waited = time.perf_counter() - started + (0.0 if pending is None else pending.submit_seconds)
+        waited = time.perf_counter() - started
         offsets = batch.offsets
         mask_S = batch.label_mask
 

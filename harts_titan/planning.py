@@ -1,12 +1,12 @@
 """Planning while training runs: a process of its own plans coming steps (HARTS 4.1).
 
-:class:`StepPlanner` owns the process, :meth:`StepPlanner.submit` hands it a step, :meth:`PendingPlan.result` waits for
-the plan. Both sides call :func:`make_plan`, so a step planned ahead is the step planned in place, bit for bit.
+:class:`StepPlanner` owns the process; :meth:`StepPlanner.submit` hands it a step and returns the plan to come. Both
+sides call :func:`make_plan`, so a step planned ahead is the step planned in place, bit for bit.
 
-Two processes, one channel. A message is a pickle; its arrays and tensors lie beside it in anonymous shared memory, of
-which only the file descriptor travels. Nothing large is pickled or copied on arrival, and nothing outlives the
-processes, however they end. The planning process imports ``harts_titan.tree`` alone, sees no accelerator and no process
-group, and ends when the other end of the channel is closed.
+Two processes, one channel, one request at a time. A message is a pickle; its arrays and tensors lie beside it in
+anonymous shared memory, of which only the file descriptor travels. Nothing large is pickled, nothing is copied on
+arrival, and nothing outlives the processes, however they end. The planning process imports ``harts_titan.tree`` alone,
+sees no accelerator and no process group, and ends when the other end of the channel is closed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 import traceback
-from collections import deque
-from multiprocessing.connection import wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -74,30 +72,6 @@ def _check_equal_calls(plan: StepPlan, length_N: np.ndarray, *, reverse: bool) -
             )
 
 
-class PendingPlan:
-    """The plan of a step that was handed to the planning process."""
-
-    def __init__(self, planner: StepPlanner) -> None:
-        self._planner = planner
-        self.submit_seconds = 0.0
-        """Time that handing over took."""
-        self.answer: StepPlan | Exception | None = None
-        """What the process answered; None until the answer was read."""
-
-    def result(self) -> StepPlan:
-        """Wait for the plan and return it.
-
-        Raises:
-            ValueError: What :func:`make_plan` raised in the planning process, as would any other exception.
-            PlanningError: If the process has died.
-        """
-        while self.answer is None:
-            self._planner.read_answer()
-        if isinstance(self.answer, Exception):
-            raise self.answer
-        return self.answer
-
-
 class StepPlanner:
     """A process that plans steps, one after another, in the order they are handed over. Starts at construction.
 
@@ -108,7 +82,7 @@ class StepPlanner:
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
             raise ValueError("planning in the background needs Linux; set tree.plan_in_background = false")
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # Not multiprocessing: its processes import the main module again, which here is a whole trainer.
             code = f"import sys; sys.path[:] = sys.argv[1:]; import {__name__} as p; p.serve({theirs.fileno()})"
@@ -118,9 +92,9 @@ class StepPlanner:
                 pass_fds=[theirs.fileno()],
                 env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
             )
-        self._channel = ours
-        self._is_ready = False
-        self._pending: deque[PendingPlan] = deque()
+        # Copies a step to the process and waits for the plan; both leave the interpreter to the training thread.
+        self._thread = ThreadPoolExecutor(1, "harts_planning")
+        self._started = self._thread.submit(self._read)
 
     @property
     def pid(self) -> int:
@@ -134,9 +108,10 @@ class StepPlanner:
         Raises:
             PlanningError: If the process has died.
         """
-        if not self._is_ready and wait([self._channel], timeout=0):
+        if self._started.done():
             self.wait_until_ready()
-        return self._is_ready
+            return True
+        return False
 
     def wait_until_ready(self) -> None:
         """Wait until the process has started.
@@ -144,45 +119,38 @@ class StepPlanner:
         Raises:
             PlanningError: If the process has died.
         """
-        if not self._is_ready:
-            self._read()
-            self._is_ready = True
+        self._started.result()
 
-    def submit(self, tokens: np.ndarray, offsets: np.ndarray, **options: Any) -> PendingPlan:
-        """Start planning a step; the arrays are copied before this returns.
+    def submit(self, tokens: np.ndarray, offsets: np.ndarray, **options: Any) -> Future[StepPlan]:
+        """Start planning a step.
 
         Args:
-            tokens: int32 (S,) token ids of the step.
-            offsets: int64 (N+1,) trajectory bounds.
+            tokens: int32 (S,) token ids of the step; must not be written to afterwards.
+            offsets: int64 (N+1,) trajectory bounds; likewise.
             **options: of :func:`make_plan`.
 
-        Raises:
-            PlanningError: If the process has died.
+        Returns:
+            The plan to come. ``result()`` raises what :func:`make_plan` raised in the process, ``PlanningError`` if the
+            process has died.
         """
-        started = time.perf_counter()
-        pending = PendingPlan(self)
-        try:
-            _send(self._channel, {"tokens": tokens, "offsets": offsets} | options)
-        except ConnectionError:
-            raise self._death() from None
-        self._pending.append(pending)
-        pending.submit_seconds = time.perf_counter() - started
-        return pending
-
-    def read_answer(self) -> None:
-        """Wait for the answer to the step that was handed over first among those unanswered, and keep it there.
-
-        Raises:
-            PlanningError: If the process has died.
-        """
-        self.wait_until_ready()
-        self._pending.popleft().answer = self._read()
+        return self._thread.submit(self._ask, {"tokens": tokens, "offsets": offsets} | options)
 
     def close(self) -> None:
-        """End the process, whatever it is doing; steps not yet read are lost."""
-        self._channel.close()
+        """End the process, whatever it is doing; plans still to come are lost."""
         self._process.terminate()
         self._process.wait()
+        self._thread.shutdown(cancel_futures=True)
+        self._channel.close()
+
+    def _ask(self, request: dict[str, Any]) -> StepPlan:
+        try:
+            _send(self._channel, request)
+        except ConnectionError:
+            raise self._death() from None
+        answer = self._read()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
     def _read(self) -> Any:
         try:
