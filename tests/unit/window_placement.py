@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from harts_titan.tree import partition
-from harts_titan.tree.step import alone
+from harts_titan.tree.placement import alone
 from harts_titan.tree.work import Placement
 
 
