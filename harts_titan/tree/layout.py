@@ -10,6 +10,7 @@ rows, E exported states, R rounds, W short-convolution taps, J (trajectory, part
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -119,41 +120,32 @@ def build_layout(
     hang = detached(forest.num_segments, len(trajectory_N)) if attachment is None else attachment
     tokens = np.ascontiguousarray(tokens, dtype=np.int32)
     trajectory_N = np.ascontiguousarray(trajectory_N, dtype=np.int64)
-    first_of_source_V = offsets[trajectory_N[forest.source_V]]
-    num_external = hang.parent_X.shape[0]
+    num_external, num_rows = hang.parent_X.shape[0], forest.num_tokens
 
     sequence_V, head_Q, memory_order = number_sequences(forest, rounds)
     seg_row_V = np.zeros(forest.num_segments, np.int64)
     seg_row_V[memory_order] = np.cumsum(forest.length_V[memory_order]) - forest.length_V[memory_order]
-    token_T, position_T, segment_T, parent_Y = rk.own_rows(
-        forest.parent_V, forest.start_V, forest.length_V, seg_row_V, memory_order, hang.attach_row_V, hang.parent_X,
-        tokens, first_of_source_V,
-    )  # fmt: skip
-
     end_row_N = hang.end_row_N.copy()
     own = forest.end_segment_N >= 0
     last = forest.end_segment_N[own]
     end_row_N[own] = num_external + seg_row_V[last] + forest.end_position_N[own] - 1 - forest.start_V[last]
     position_offset_N1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(forest.end_position_N)])
-    row_of_position_S, label_S, source_position_S = rk.map_positions(
-        parent_Y, end_row_N, position_offset_N1, tokens, offsets[trajectory_N]
+
+    replay = 0 if restart_chunks else int((forest.start_V[head_Q] % chunk_size).sum())
+    arena = _Arena((10 + num_taps) * num_rows + 3 * num_external + 3 * int(position_offset_N1[-1]) + replay)
+    out = _own_rows(forest, seg_row_V, tokens, offsets[trajectory_N], end_row_N - num_external, arena)
+    out |= _path_rows(
+        _find_chains(forest, hang, seg_row_V, memory_order),
+        tokens,
+        offsets[trajectory_N],
+        end_row_N,
+        position_offset_N1,
+        arena,
     )
-    tin_Y, tout_Y = rk.depth_first_intervals(parent_Y)
-    part_T, path_trajectory_J, path_part_J = rk.cut_parts(
-        forest.parent_V, forest.length_V, seg_row_V, memory_order, forest.end_segment_N, end_row_N - num_external
-    )
-    out = {
-        "token_T": token_T,
-        "position_T": position_T,
-        "multiplicity_T": rk.count_passing(parent_Y, end_row_N)[num_external:],
-        "segment_T": segment_T,
-        "parent_Y": parent_Y,
-        "tin_Y": tin_Y,
-        "tout_Y": tout_Y,
-        "conv_tap_TW": rk.convolution_taps(parent_Y, num_external, num_taps),
-        "row_of_position_S": row_of_position_S,
-        "label_S": label_S,
-        "source_position_S": source_position_S,
+    (conv_tap_TW,) = arena.take(1, num_rows, num_taps)
+    rk.convolution_taps(out["parent_Y"], num_external, conv_tap_TW)
+    out |= {
+        "conv_tap_TW": conv_tap_TW,
         "trajectory_N": trajectory_N,
         "position_offset_N1": position_offset_N1,
         "seg_parent_V": forest.parent_V,
@@ -165,13 +157,127 @@ def build_layout(
         "seg_round_V": rounds.round_of_segment,
         "seg_continues_V": rounds.continues_parent,
         "seg_attach_V": hang.attach_row_V,
+        "round_ptr_R1": np.searchsorted(rounds.round_of_segment[head_Q], np.arange(rounds.num_rounds + 1)),
+    }
+    out |= _pack(
+        out, head_Q, hang.state_row_E, handed_E, chunk_size=chunk_size, restart_chunks=restart_chunks, arena=arena
+    )
+    return {name: _frozen(array) for name, array in out.items()}
+
+
+class _Arena:
+    """Hands out parts of one int64 allocation.
+
+    The arrays of a call have a few MB each. On their own they get small pages, whose faults take longer than filling
+    them does; one large allocation gets huge pages where the system allows.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._memory, self._used = np.empty(size, np.int64), 0
+
+    def take(self, count: int, *shape: int) -> list[np.ndarray]:
+        """Return ``count`` arrays of a shape, not initialised."""
+        begin = self._used
+        self._used += count * math.prod(shape)
+        return list(self._memory[begin : self._used].reshape(count, *shape))
+
+
+def _own_rows(
+    forest: Forest,
+    seg_row_V: np.ndarray,
+    tokens: np.ndarray,
+    first_N: np.ndarray,
+    end_own_row_N: np.ndarray,
+    arena: _Arena,
+) -> dict[str, np.ndarray]:
+    """Return the arrays of own rows, and of their parts: segments cut at trajectory ends."""
+    token_T, position_T, segment_T, part_T, multiplicity_T = arena.take(5, forest.num_tokens)
+    source_V = first_N[forest.source_V] + forest.start_V
+    rk.own_rows(forest.start_V, forest.length_V, seg_row_V, tokens, source_V, token_T, position_T, segment_T)
+    behind_end = end_own_row_N[forest.end_segment_N >= 0] + 1
+    first_U1 = np.unique(np.concatenate([seg_row_V, behind_end, [forest.num_tokens]]))
+    path_trajectory_J, path_part_J = rk.path_parts(
+        forest.parent_V,
+        _run_of(first_U1, seg_row_V),
+        _run_of(first_U1, seg_row_V + forest.length_V - 1),
+        forest.end_segment_N,
+        _run_of(first_U1, end_own_row_N),
+    )
+    # All rows of a part lie on the same paths.
+    count_U = np.bincount(path_part_J, minlength=first_U1.shape[0] - 1)
+    rk.part_rows(first_U1, count_U, part_T, multiplicity_T)
+    return {
+        "token_T": token_T,
+        "position_T": position_T,
+        "multiplicity_T": multiplicity_T,
+        "segment_T": segment_T,
         "part_T": part_T,
         "path_trajectory_J": path_trajectory_J,
         "path_part_J": path_part_J,
-        "round_ptr_R1": np.searchsorted(rounds.round_of_segment[head_Q], np.arange(rounds.num_rounds + 1)),
     }
-    out.update(_pack(out, head_Q, hang.state_row_E, handed_E, chunk_size=chunk_size, restart_chunks=restart_chunks))
-    return {name: _frozen(array) for name, array in out.items()}
+
+
+def _run_of(first_U1: np.ndarray, row_M: np.ndarray) -> np.ndarray:
+    """Return which of consecutive runs of rows holds each row; -1 for row -1."""
+    return np.searchsorted(first_U1, row_M, "right") - 1
+
+
+@dataclass(frozen=True)
+class _Chains:
+    """Runs of path rows in which every row continues the one before, and nothing else continues any but the last.
+
+    Own chains are the segments; the rows of an interface are cut where paths part and where roots attach.
+
+    Attributes:
+        first_C1: first row of each chain, ascending, and the number of path rows.
+        above_C: row in front of each chain's first, -1 at position 0.
+        chain_above_C: chain whose last row that is, else -1.
+    """
+
+    first_C1: np.ndarray
+    above_C: np.ndarray
+    chain_above_C: np.ndarray
+
+
+def _find_chains(forest: Forest, hang: Attachment, seg_row_V: np.ndarray, memory_order: np.ndarray) -> _Chains:
+    num_external = hang.parent_X.shape[0]
+    jump_X = np.flatnonzero(hang.parent_X != np.arange(-1, num_external - 1))
+    # Row 0 begins a chain; what continues row -1 cuts in front of it.
+    cut = np.concatenate([[0], jump_X, hang.parent_X[jump_X] + 1, hang.attach_row_V + 1])
+    cut_X = np.unique(cut[cut < num_external])
+    last_row_V = num_external + seg_row_V + forest.length_V - 1
+    above_V = np.where(forest.parent_V >= 0, last_row_V[forest.parent_V], hang.attach_row_V)
+    first_C1 = np.concatenate([cut_X, num_external + seg_row_V[memory_order], [num_external + forest.num_tokens]])
+    above_C = np.concatenate([hang.parent_X[cut_X], above_V[memory_order]])
+    return _Chains(first_C1, above_C, _run_of(first_C1, above_C))
+
+
+def _path_rows(
+    chains: _Chains,
+    tokens: np.ndarray,
+    first_N: np.ndarray,
+    end_row_N: np.ndarray,
+    position_offset_N1: np.ndarray,
+    arena: _Arena,
+) -> dict[str, np.ndarray]:
+    """Return the arrays of path rows and of positions."""
+    first_C1, above_C, chain_above_C = chains.first_C1, chains.above_C, chains.chain_above_C
+    tin_C, size_C = rk.depth_first_intervals(chain_above_C, np.diff(first_C1))
+    parent_Y, tin_Y, tout_Y = arena.take(3, int(first_C1[-1]))
+    rk.path_rows(first_C1, above_C, tin_C, size_C, parent_Y, tin_Y, tout_Y)
+    row_of_position_S, label_S, source_position_S = arena.take(3, int(position_offset_N1[-1]))
+    rk.map_positions(
+        first_C1, above_C, chain_above_C, end_row_N, _run_of(first_C1, end_row_N), position_offset_N1, tokens, first_N,
+        row_of_position_S, label_S, source_position_S,
+    )  # fmt: skip
+    return {
+        "parent_Y": parent_Y,
+        "tin_Y": tin_Y,
+        "tout_Y": tout_Y,
+        "row_of_position_S": row_of_position_S,
+        "label_S": label_S,
+        "source_position_S": source_position_S,
+    }
 
 
 def _frozen(array: np.ndarray) -> np.ndarray:
@@ -198,6 +304,7 @@ def _pack(
     *,
     chunk_size: int,
     restart_chunks: bool,
+    arena: _Arena,
 ) -> dict[str, np.ndarray]:
     """Lay the sequences out as packed rows with replay, and wire exported states to initial states."""
     num_external = rows["parent_Y"].shape[0] - rows["token_T"].shape[0]
@@ -207,8 +314,9 @@ def _pack(
     own_Q = np.bincount(rows["seg_sequence_V"], rows["seg_length_V"], head_Q.shape[0]).astype(np.int64)
     cu_seqlens_Q1 = np.concatenate([np.zeros(1, np.int64), np.cumsum(own_Q + replay_Q)])
     first_row_Q = num_external + rows["seg_row_V"][head_Q]
-    packed_row_P, kept_T, anchor_row_Q = rk.pack_sequences(
-        rows["parent_Y"], first_row_Q, own_Q, replay_Q, cu_seqlens_Q1
+    (packed_row_P,), (kept_T,) = arena.take(1, int(cu_seqlens_Q1[-1])), arena.take(1, rows["token_T"].shape[0])
+    anchor_row_Q = rk.pack_sequences(
+        rows["parent_Y"], first_row_Q, own_Q, replay_Q, cu_seqlens_Q1, packed_row_P, kept_T
     )
 
     init_state_Q = np.full(head_Q.shape[0], -1)

@@ -1,5 +1,8 @@
 """Compiled loops over rows behind ``layout.py``; all arrays int64, shapes as there.
 
+Rows come in runs, so every array is filled run by run: a segment's rows are contiguous, and so are those of the other
+runs. Further shapes: C chains of path rows (``layout._Chains``), U parts (segments cut at trajectory ends).
+
 Every loop relies on one property of the layout: a row's parent has a smaller index.
 """
 
@@ -12,7 +15,7 @@ IGNORED_LABEL = -100
 """Label of a position that predicts nothing; ``ops.logprob`` reads it and states the same number."""
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def sequence_heads(parent_V, continues_V):
     """Return the first segment of each segment's sequence."""
     head_V = np.arange(parent_V.shape[0])
@@ -22,56 +25,76 @@ def sequence_heads(parent_V, continues_V):
     return head_V
 
 
-@numba.njit(cache=True)
-def own_rows(parent_V, start_V, length_V, seg_row_V, memory_order, attach_row_V, parent_X, tokens, first_of_source_V):
-    """Fill token, position and segment of own rows, and the parent of every path row."""
-    num_external, num_rows = parent_X.shape[0], length_V.sum()
-    token_T, position_T = np.empty(num_rows, np.int64), np.empty(num_rows, np.int64)
-    segment_T = np.empty(num_rows, np.int64)
-    parent_Y = np.empty(num_external + num_rows, np.int64)
-    parent_Y[:num_external] = parent_X
-    for v in memory_order:
-        row, p = seg_row_V[v], parent_V[v]
-        for i in range(length_V[v]):
-            token_T[row + i] = tokens[first_of_source_V[v] + start_V[v] + i]
-            position_T[row + i] = start_V[v] + i
-            segment_T[row + i] = v
-            parent_Y[num_external + row + i] = num_external + row + i - 1
-        parent_Y[num_external + row] = attach_row_V[v] if p < 0 else num_external + seg_row_V[p] + length_V[p] - 1
-    return token_T, position_T, segment_T, parent_Y
+@numba.njit(cache=True, nogil=True)
+def _count_up(out, first):
+    """Fill with ``first, first + 1, ...``; the views callers pass have no negative index, so this is vectorised."""
+    for i in range(out.shape[0]):
+        out[i] = first + i
 
 
-@numba.njit(cache=True)
-def convolution_taps(parent_Y, num_external, num_taps):
-    """Return the last ``num_taps`` path rows of each own row, oldest first, -1 before the root."""
-    tap_TW = np.full((parent_Y.shape[0] - num_external, num_taps), -1)
+@numba.njit(cache=True, nogil=True)
+def _widen(out, values):
+    for i in range(out.shape[0]):
+        out[i] = values[i]
+
+
+@numba.njit(cache=True, nogil=True)
+def own_rows(start_V, length_V, seg_row_V, tokens, source_V, token_T, position_T, segment_T):
+    """Fill token, position and segment of own rows; ``source_V`` is where each segment's first token is."""
+    for v in range(length_V.shape[0]):
+        lo, hi = seg_row_V[v], seg_row_V[v] + length_V[v]
+        _widen(token_T[lo:hi], tokens[source_V[v] : source_V[v] + hi - lo])
+        _count_up(position_T[lo:hi], start_V[v])
+        segment_T[lo:hi] = v
+
+
+@numba.njit(cache=True, nogil=True)
+def path_rows(first_C1, above_C, tin_C, size_C, parent_Y, tin_Y, tout_Y):
+    """Fill parent and depth-first interval of path rows."""
+    for c in range(above_C.shape[0]):
+        lo, hi = first_C1[c], first_C1[c + 1]
+        _count_up(parent_Y[lo:hi], lo - 1)
+        parent_Y[lo] = above_C[c]
+        _count_up(tin_Y[lo:hi], tin_C[c])
+        # Each row leaves the interval where the whole chain does.
+        tout_Y[lo:hi] = tin_C[c] + size_C[c]
+
+
+@numba.njit(cache=True, nogil=True)
+def convolution_taps(parent_Y, num_external, tap_TW):
+    """Fill the last W path rows of each own row, oldest first, -1 before the root."""
+    num_taps, adjacent = tap_TW.shape[1], 0
     for t in range(tap_TW.shape[0]):
-        row, j = num_external + t, num_taps - 1
-        while row >= 0 and j >= 0:
+        row = num_external + t
+        # How many rows in front follow one another, as far as own rows tell.
+        adjacent = adjacent + 1 if row > 0 and parent_Y[row] == row - 1 else 0
+        if adjacent >= num_taps - 1:
+            _count_up(tap_TW[t], row - num_taps + 1)
+            continue
+        for j in range(num_taps - 1, -1, -1):
             tap_TW[t, j] = row
-            row = parent_Y[row]
-            j -= 1
-    return tap_TW
+            row = parent_Y[row] if row >= 0 else -1
 
 
-@numba.njit(cache=True)
-def map_positions(parent_Y, end_row_N, position_offset_N1, tokens, first_N):
-    """Return path row, next token (IGNORED_LABEL at a trajectory's end) and step-batch position of each position."""
-    num_positions = position_offset_N1[-1]
-    row_S, label_S = np.empty(num_positions, np.int64), np.empty(num_positions, np.int64)
-    source_S = np.empty(num_positions, np.int64)
+@numba.njit(cache=True, nogil=True)
+def map_positions(
+    first_C1, above_C, chain_above_C, end_row_N, end_chain_N, offset_N1, tokens, first_N, row_S, label_S, source_S
+):
+    """Fill path row, next token (IGNORED_LABEL at a trajectory's end) and step-batch position of each position."""
     for n in range(end_row_N.shape[0]):
-        lo, hi = position_offset_N1[n], position_offset_N1[n + 1]
-        row = end_row_N[n]
-        for s in range(hi - 1, lo - 1, -1):
-            row_S[s] = row
-            row = parent_Y[row]
-            source_S[s] = first_N[n] + s - lo
-            label_S[s] = tokens[source_S[s] + 1] if s < hi - 1 else IGNORED_LABEL
-    return row_S, label_S, source_S
+        lo, hi, source = offset_N1[n], offset_N1[n + 1], first_N[n]
+        _count_up(source_S[lo:hi], source)
+        _widen(label_S[lo : hi - 1], tokens[source + 1 : source + hi - lo])
+        label_S[hi - 1] = IGNORED_LABEL
+        # Chain after chain, from the trajectory's end upwards.
+        row, c = end_row_N[n], end_chain_N[n]
+        while hi > lo:
+            begin = hi - 1 - (row - first_C1[c])
+            _count_up(row_S[begin:hi], first_C1[c])
+            hi, row, c = begin, above_C[c], chain_above_C[c]
 
 
-@numba.njit(cache=True)
+@numba.njit(cache=True, nogil=True)
 def count_passing(parent_Y, end_row_N):
     """Return the number of trajectories whose path contains each row."""
     count_Y = np.zeros(parent_Y.shape[0], np.int64)
@@ -83,109 +106,84 @@ def count_passing(parent_Y, end_row_N):
     return count_Y
 
 
-def depth_first_intervals(parent_Y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the half-open depth-first interval of each row's subtree, largest subtree visited first.
+def depth_first_intervals(chain_above_C: np.ndarray, length_C: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first depth-first number and the subtree's rows of each chain, largest subtree visited first.
 
     Row ``k`` is an ancestor of (or equal to) ``q`` iff ``tin[k] <= tin[q] < tout[k]``. Visiting large subtrees first
     keeps long paths contiguous, which leaves attention tiles full.
     """
-    size_Y, head = _subtree_sizes(parent_Y)
-    head = head[np.argsort(-size_Y[head], kind="stable")]
-    tin_Y = _number_depth_first(parent_Y, size_Y, head)
-    return tin_Y, tin_Y + size_Y
+    size_C = _subtree_sizes(chain_above_C, length_C)
+    # A chain above has a strictly larger subtree, so falling size visits parents first.
+    return _number_depth_first(chain_above_C, length_C, size_C, np.argsort(-size_C, kind="stable")), size_C
 
 
-@numba.njit(cache=True)
-def _subtree_sizes(parent_Y):
-    """Return rows below each row (itself included), and the rows that are not their parent's only child."""
-    n = parent_Y.shape[0]
-    size_Y, num_children = np.ones(n, np.int64), np.zeros(n, np.int64)
-    for y in range(n - 1, -1, -1):
-        if parent_Y[y] >= 0:
-            size_Y[parent_Y[y]] += size_Y[y]
-            num_children[parent_Y[y]] += 1
-    head, count = np.empty(n, np.int64), 0
-    for y in range(n):
-        if parent_Y[y] < 0 or num_children[parent_Y[y]] > 1:
-            head[count] = y
-            count += 1
-    return size_Y, head[:count].copy()
+@numba.njit(cache=True, nogil=True)
+def _subtree_sizes(chain_above_C, length_C):
+    size_C = length_C.copy()
+    for c in range(size_C.shape[0] - 1, -1, -1):
+        if chain_above_C[c] >= 0:
+            size_C[chain_above_C[c]] += size_C[c]
+    return size_C
 
 
-@numba.njit(cache=True)
-def _number_depth_first(parent_Y, size_Y, head):
-    n = parent_Y.shape[0]
-    only = np.full(n, -1)
-    for y in range(n):
-        p = parent_Y[y]
-        if p >= 0 and size_Y[p] == size_Y[y] + 1:
-            only[p] = y
-    tin_Y, cursor_Y, next_root = np.empty(n, np.int64), np.empty(n, np.int64), 0
-    # A row above has a strictly larger subtree, so falling size visits parents first.
-    for h in head:
-        p = parent_Y[h]
+@numba.njit(cache=True, nogil=True)
+def _number_depth_first(chain_above_C, length_C, size_C, by_size):
+    tin_C, cursor_C, next_root = np.empty_like(size_C), np.empty_like(size_C), 0
+    for c in by_size:
+        p = chain_above_C[c]
         if p < 0:
-            tin_Y[h] = next_root
-            next_root += size_Y[h]
+            tin_C[c] = next_root
+            next_root += size_C[c]
         else:
-            tin_Y[h] = cursor_Y[p]
-            cursor_Y[p] += size_Y[h]
-        y = h
-        while only[y] >= 0:
-            tin_Y[only[y]] = tin_Y[y] + 1
-            y = only[y]
-        cursor_Y[y] = tin_Y[y] + 1
-    return tin_Y
+            tin_C[c] = cursor_C[p]
+            cursor_C[p] += size_C[c]
+        cursor_C[c] = tin_C[c] + length_C[c]
+    return tin_C
 
 
-@numba.njit(cache=True)
-def cut_parts(parent_V, length_V, seg_row_V, memory_order, end_segment_N, end_own_row_N):
-    """Cut segments at trajectory ends; return the part of each own row, and the parts of each trajectory's path."""
-    num_rows, num_trajectories = length_V.sum(), end_segment_N.shape[0]
-    cut = np.zeros(num_rows + 1, np.bool_)
-    for v in memory_order:
-        cut[seg_row_V[v]] = True
+@numba.njit(cache=True, nogil=True)
+def path_parts(parent_V, first_part_V, last_part_V, end_segment_N, end_part_N):
+    """Return the parts of each trajectory's path: trajectory and part of each pair."""
+    num_trajectories, total = end_segment_N.shape[0], 0
     for n in range(num_trajectories):
-        if end_segment_N[n] >= 0:
-            cut[end_own_row_N[n] + 1] = True
-    part_T = np.cumsum(cut[:num_rows]) - 1
-    total = 0
-    for n in range(num_trajectories):
-        v, last = end_segment_N[n], end_own_row_N[n]
+        v, last = end_segment_N[n], end_part_N[n]
         while v >= 0:
-            total += part_T[last] - part_T[seg_row_V[v]] + 1
+            total += last - first_part_V[v] + 1
             v = parent_V[v]
-            if v >= 0:
-                last = seg_row_V[v] + length_V[v] - 1
+            last = last_part_V[v]
     path_trajectory_J, path_part_J, j = np.empty(total, np.int64), np.empty(total, np.int64), total
     for n in range(num_trajectories - 1, -1, -1):
         # Filled from the back, so that each trajectory's parts come out in path order.
-        v, last = end_segment_N[n], end_own_row_N[n]
+        v, last = end_segment_N[n], end_part_N[n]
         while v >= 0:
-            for part in range(part_T[last], part_T[seg_row_V[v]] - 1, -1):
+            for part in range(last, first_part_V[v] - 1, -1):
                 j -= 1
                 path_trajectory_J[j], path_part_J[j] = n, part
             v = parent_V[v]
-            if v >= 0:
-                last = seg_row_V[v] + length_V[v] - 1
-    return part_T, path_trajectory_J, path_part_J
+            last = last_part_V[v]
+    return path_trajectory_J, path_part_J
 
 
-@numba.njit(cache=True)
-def pack_sequences(parent_Y, first_row_Q, own_Q, replay_Q, cu_seqlens_Q1):
-    """Return the path row of each packed row, the packed row of each own row, and the row before each sequence."""
-    packed_row_P = np.empty(cu_seqlens_Q1[-1], np.int64)
-    kept_T, anchor_row_Q = np.empty(own_Q.sum(), np.int64), np.empty(own_Q.shape[0], np.int64)
-    t = 0
+@numba.njit(cache=True, nogil=True)
+def part_rows(first_U1, count_U, part_T, multiplicity_T):
+    """Fill part and multiplicity of own rows."""
+    for u in range(count_U.shape[0]):
+        part_T[first_U1[u] : first_U1[u + 1]] = u
+        multiplicity_T[first_U1[u] : first_U1[u + 1]] = count_U[u]
+
+
+@numba.njit(cache=True, nogil=True)
+def pack_sequences(parent_Y, first_row_Q, own_Q, replay_Q, cu_seqlens_Q1, packed_row_P, kept_T):
+    """Fill path row of each packed row and packed row of each own row; return the row before each sequence."""
+    anchor_row_Q, t = np.empty(own_Q.shape[0], np.int64), 0
     for q in range(own_Q.shape[0]):
-        begin = cu_seqlens_Q1[q] + replay_Q[q]
-        for i in range(own_Q[q]):
-            packed_row_P[begin + i] = first_row_Q[q] + i
-            kept_T[t] = begin + i
-            t += 1
+        begin, own = cu_seqlens_Q1[q] + replay_Q[q], own_Q[q]
+        _count_up(packed_row_P[begin : begin + own], first_row_Q[q])
+        _count_up(kept_T[t : t + own], begin)
+        t += own
         row = parent_Y[first_row_Q[q]]
         for i in range(replay_Q[q]):
             packed_row_P[begin - 1 - i] = row
             row = parent_Y[row]
         anchor_row_Q[q] = row
-    return packed_row_P, kept_T, anchor_row_Q
+    return anchor_row_Q

@@ -99,9 +99,9 @@ def test_state_read_before_it_is_made(monkeypatch):
 
 
 def test_convolution_reads_the_memory_neighbour(monkeypatch):
-    def neighbours(parent_Y, num_external, num_taps):
+    def neighbours(parent_Y, num_external, tap_TW):
         row = np.arange(num_external, parent_Y.size)
-        return np.stack([np.maximum(row - back, -1) for back in range(num_taps - 1, -1, -1)], axis=1)
+        tap_TW[:] = np.stack([np.maximum(row - back, -1) for back in range(tap_TW.shape[1] - 1, -1, -1)], axis=1)
 
     tokens, offsets = flat([[0] * 9 + [1], [0] * 4 + [2]])
     monkeypatch.setattr(row_kernels, "convolution_taps", neighbours)
