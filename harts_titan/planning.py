@@ -137,7 +137,7 @@ class StepPlanner:
 
     def close(self) -> None:
         """End the process, whatever it is doing; plans still to come are lost."""
-        self._process.terminate()
+        self._process.kill()
         self._process.wait()
         self._thread.shutdown(cancel_futures=True)
         self._channel.close()
