@@ -56,19 +56,32 @@ def place_step(
     """
     sizes_W = window_sizes(partition.num_groups // dp_degree, max_window_slots)
     consumers_C = np.tile(sizes_W, dp_degree)
-    start_cell_N, start_label_N = _deal(partition.group_N, consumers_C)
+    bearing_N = _bearing(step, partition.group_N)
+    leaves = step.select(np.flatnonzero(bearing_N))
+    start_cell_N, start_label_N = _deal(partition.group_N[bearing_N], consumers_C)
+    # A trajectory that is a prefix of the next goes where that one goes.
+    leaf_N = np.cumsum(bearing_N) - bearing_N
 
     def attempt(seed: int) -> Placement:
         cell_N, label_N = start_cell_N.copy(), start_label_N.copy()
-        bounds = (step.length_N, step.minimum_LN, float(capacity), _pair(cost))
-        number = step.num_trajectories
+        bounds = (leaves.length_N, leaves.minimum_LN, float(capacity), _pair(cost))
+        number = leaves.num_trajectories
         search_cells(cell_N, label_N, consumers_C, *bounds, _SWAPS * number, True, _BALANCE, _HEAT_SWAPS, 0.0, seed)
         cost_C = search_cells(
             cell_N, label_N, consumers_C, *bounds, _MOVES * number, False, _BALANCE, _HEAT_MOVES, _COMPLETE, seed
         )
         # Cells of equal size and similar cost share a window: it waits for the slowest.
         cells_WD = np.lexsort((np.arange(cost_C.size), -cost_C, -consumers_C)).reshape(-1, dp_degree)
-        return _level(step, cells_WD, cell_N, label_N, sizes_W, capacity=capacity, cost=cost, chunk_size=chunk_size)
+        return _level(
+            step,
+            cells_WD,
+            cell_N[leaf_N],
+            label_N[leaf_N],
+            sizes_W,
+            capacity=capacity,
+            cost=cost,
+            chunk_size=chunk_size,
+        )
 
     # The searches release the interpreter lock. The result does not depend on which thread ends first.
     with ThreadPoolExecutor(len(_SEEDS)) as pool:
@@ -98,6 +111,21 @@ def window_sizes(num_slots: int, max_window_slots: int) -> np.ndarray:
     """
     windows = -(-num_slots // max_window_slots) if max_window_slots else 1
     return np.array([num_slots // windows + (w < num_slots % windows) for w in range(windows)], np.int64)
+
+
+def _bearing(step: SortedStep, group_N: np.ndarray) -> np.ndarray:
+    """Return which trajectories the search has to place: bool (N,).
+
+    A trajectory that is a prefix of the next one in sorted order costs nothing beside it. Only a group of such
+    trajectories alone must be represented, by its last.
+    """
+    bearing_N = np.ones(step.num_trajectories, bool)
+    bearing_N[:-1] = step.lcp_N[1:] < step.length_N[:-1]
+    last_K = np.zeros(int(group_N.max()) + 1, np.int64)
+    last_K[group_N] = np.arange(group_N.size)
+    represented_K = np.bincount(group_N, bearing_N, last_K.size) > 0
+    bearing_N[last_K[~represented_K]] = True
+    return bearing_N
 
 
 def _pair(cost: PlanCost) -> float:

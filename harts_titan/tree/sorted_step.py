@@ -46,6 +46,15 @@ class SortedStep:
         order_N, lcp_N = sort_trajectories(tokens, offsets)
         return cls(order_N, np.diff(offsets)[order_N], lcp_N)
 
+    def select(self, places: np.ndarray) -> SortedStep:
+        """Return the step of some of its trajectories.
+
+        Args:
+            places: int64 (M,) sorted places, ascending.
+        """
+        places = np.ascontiguousarray(places, dtype=np.int64)
+        return SortedStep(self.order_N[places], self.length_N[places], _common_prefixes(self.minimum_LN, places))
+
     @property
     def num_trajectories(self) -> int:
         """Trajectories of the step."""
@@ -96,3 +105,12 @@ def common_prefix(minimum_LN, i, j):
     """
     k = _log2(j - i)
     return min(minimum_LN[k, i + 1], minimum_LN[k, j - (1 << k) + 1])
+
+
+@numba.njit(cache=True)
+def _common_prefixes(minimum_LN, places):
+    """Return the tokens that each of some ascending places has in common with the one before; 0 for the first."""
+    out = np.zeros(places.shape[0], np.int64)
+    for i in range(1, places.shape[0]):
+        out[i] = common_prefix(minimum_LN, places[i - 1], places[i])
+    return out
