@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 # fmt: off
+HEADER = ["dp_degree", "capacity", "chunk_size", "row_alignment", "max_window_slots", "max_live_producers"]
 STEP = ["replica_N", "slot_N", "shared_N", "window_ptr_W1", "item_kind_I", "item_replica_I", "item_index_I",
         "item_rounds_I", "sequence_ptr_I1", "sequence_round_Q", "sequence_trajectory_Q", "sequence_anchor_Q",
         "sequence_start_Q", "sequence_end_Q", "events_V2"]
-UNCHECKED = {"input", "planner", "mode", "steps", "l1_method", "seconds", "seconds_per_step", "compile_seconds",
+UNCHECKED = {"input", "planner", "mode", "steps", "cost", "l1_method", "seconds", "seconds_per_step", "compile_seconds",
              "peak_memory_bytes", "memory_before_read_bytes", "ortools", "ortools_seconds", "ortools_first"}
 # fmt: on
 
@@ -77,6 +78,7 @@ def check_step(tokens, offsets, plan, head, cost, nodewise):
     """Prove one step; return its figures and what is pooled over steps."""
     replica, slot, shared, bounds, kind, item_replica, item_index, item_rounds, ptr = (plan[a] for a in STEP[:9])
     D, chunk, live_limit = head["dp_degree"], head["chunk_size"], head["max_live_producers"]
+    need(min(len(bounds), len(ptr)) > 1, "windows and items")
     length, W, J = np.diff(offsets), len(bounds) - 1, int(bounds[-1])
     for size, some in ((len(length), STEP[:3]), (len(ptr) - 1, STEP[4:8]), (ptr[-1], STEP[9:14])):
         need(all(len(plan[a]) == size for a in some), f"{size} entries in {some}")
@@ -150,10 +152,10 @@ def check_step(tokens, offsets, plan, head, cost, nodewise):
     need(live_limit or (producers == 0 and W == J), "windows are off")
 
     events, used = plan["events_V2"].tolist(), np.flatnonzero(work_WD[0].any(axis=1)).tolist()
-    place = {(e, k): v for v, (e, k) in enumerate(events)}
     expected = [[e, k] for e, some in enumerate((used, range(J), range(J), used)) for k in some]
     need(sorted(events) == expected, "every event once")
     need(all([k for e, k in events if e == way] == [*range(J)] for way in (1, 2)), "consumers run in order")
+    place = {(e, k): v for v, (e, k) in enumerate(events)}
     pairs = [((1, j), (2, j)) for j in range(J)]
     pairs += [pair for w in used for pair in (((0, w), (1, bounds[w])), ((2, bounds[w + 1] - 1), (3, w)))]
     need(all(place[a] < place[b] for a, b in pairs), "forwards before backwards, consumers inside their producer")
@@ -213,26 +215,33 @@ def check(inputs, plan_file, json_file):
     need(all(a.dtype == np.int64 for name, a in content.items() if name != "cost_source"), "integers are int64")
     need(all(a.ndim == name.startswith("s") + name.endswith("_V2") for name, a in content.items()), "dimensions")
     plans = [{name: content.pop(f"s{i}_{name}", None) for name in STEP} for i in range(content.pop("num_steps", 0))]
-    need(len(inputs) == len(plans) == len(found["steps"]), "as many steps as inputs")
     need(all(array is not None for plan in plans for array in plan.values()), "all arrays of each step")
+    cost = {name[5:]: content.pop(name).item() for name in [*content] if name.startswith("cost_")}
+    need(content.keys() == {*HEADER} and cost == found.get("cost"), f"{HEADER} and costs, nothing else")
     head = {name: value.item() for name, value in content.items()}
-    cost = {name[5:]: head.pop(name) for name in content if name.startswith("cost_")}
+    need(all(found.get(name) == value for name, value in head.items()), f"the JSON has other settings than {head}")
+    need(len(inputs) == len(plans) == len(found["steps"]), "as many steps as inputs")
     done = []
     for path, plan, one in zip(inputs, plans, found["steps"]):
         with np.load(path) as step:
             figures, pooled = check_step(step["tokens"], step["offsets"], plan, head, cost, found["mode"] == "nodewise")
-        l1 = (one["l1_tokens"], one["l1_slots"], one["l1_tokens"] / one["l1_balance"])
-        if found["planner"] != "harts":  # else level 1 is another partition
-            l1 = figures["compact_tokens"], figures["slots"], pooled["slowest"]
-        need(l1[2] >= l1[0] >= figures["l1_lower_bound"] >= figures["distinct_tokens"], "level 1 is possible")
+        l1 = [one.get(name, 0) for name in ("l1_tokens", "l1_slots", "l1_balance")]
+        need([*map(type, l1)] == [int, int, float] and 0 < l1[2] <= 1, "level 1")
+        need(l1[0] >= figures["l1_lower_bound"] >= figures["distinct_tokens"], "level 1 is above its bound")
         need(l1[1] * head["dp_degree"] * head["capacity"] >= l1[0], "slots of level 1 are enough")
-        done.append((figures | {"l1_tokens": l1[0], "l1_slots": l1[1]}, pooled | {"l1_slowest": l1[2]}))
-    expected = [*(combine([step]) for step in done), combine(done) | head | {"cost": cost}]
+        if found["planner"] != "harts":  # else level 1 is another partition
+            l1 = [figures["compact_tokens"], figures["slots"], figures["executed_rows"] / pooled["slowest"]]
+        pooled["l1_slowest"] = l1[0] / l1[2]
+        done.append((figures | {"l1_tokens": l1[0], "l1_slots": l1[1]}, pooled))
+    expected = [*(combine([step]) for step in done), combine(done)]
     for one, figures in zip([*found["steps"], found], expected):
-        need(one.keys() - UNCHECKED == figures.keys(), f"missing or unknown {one.keys() - UNCHECKED ^ figures.keys()}")
+        surplus = (one.keys() - UNCHECKED - {*HEADER}) ^ figures.keys()
+        need(not surplus, f"missing or unknown: {surplus}")
         for name, value in figures.items():
-            same = abs(one[name] - value) <= 1e-12 * abs(value) if isinstance(value, float) else one[name] == value
-            need(same and type(one[name]) is type(value), f"{name} is {one[name]}, should be {value}")
+            need(
+                type(one[name]) is type(value) and abs(one[name] - value) <= 1e-12 * abs(value),
+                f"{name} is {one[name]}, should be {value}",
+            )
     return combine(done)
 
 
