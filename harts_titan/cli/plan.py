@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import resource
+import os
 import sys
-import zipfile
+import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,145 +15,358 @@ import numpy as np
 from tqdm import tqdm
 
 from harts_titan.cli import common
-from harts_titan.data import RolloutBatch, apply_overlong, read_rollouts
-from harts_titan.tree import MODES, StepPlan, plan_step
+from harts_titan.cli.plan_figures import overall_figures, step_figures, summary
+from harts_titan.cli.plan_file import HEADER, step_arrays, write_plan_file
+from harts_titan.cli.plan_plot import Bars, write_plot
+from harts_titan.cli.plan_read import peak_bytes, read_step, resident_bytes
+from harts_titan.models.train_specs import plan_cost
+from harts_titan.tree import MODES, PlanCost, StepPlan, plan_step
+from harts_titan.tree.lower_bound import lower_bound
+from harts_titan.tree.ortools_import import import_cp_model
+from harts_titan.tree.ortools_partition import OrtoolsResult, ortools_partition
+from harts_titan.tree.sorted_step import SortedStep
+from harts_titan.tree.work import Placement
+
+PLANNERS = ("harts", "l1", "ortools")
+_MODEL, _FLAVOR, _ROWS = "ling", "tiny", "rows"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the steps are planned; the options of the command with their defaults filled in."""
+
+    dp_degree: int
+    capacity: int
+    chunk_size: int
+    mode: str
+    planner: str
+    windows: bool
+    max_window_slots: int
+    max_live_producers: int
+    cost: PlanCost
+    ortools_seconds: float
+    ortools_first: bool
+    validate: bool
+
+    def plan(self, tokens: np.ndarray, offsets: np.ndarray) -> tuple[StepPlan, OrtoolsResult | None]:
+        """Plan a step; rows are laid out for replica 0 alone, as one rank does it, or for all if it is validated.
+
+        Returns:
+            The plan, and how the baseline found it where that planned.
+        """
+        results: list[OrtoolsResult] = []
+
+        def ortools(step: SortedStep) -> Placement:
+            results.append(
+                ortools_partition(
+                    step,
+                    capacity=self.capacity,
+                    dp_degree=self.dp_degree,
+                    seconds_per_shard=self.ortools_seconds,
+                    first_feasible=self.ortools_first,
+                    # Starting a process takes longer than a first solution.
+                    processes=1 if self.ortools_first else os.cpu_count() or 1,
+                    progress=True,
+                )
+            )
+            return results[0].placement
+
+        plan = plan_step(
+            tokens,
+            offsets,
+            capacity=self.capacity,
+            chunk_size=self.chunk_size,
+            dp_degree=self.dp_degree,
+            mode=self.mode,
+            planner=ortools if self.planner == "ortools" else self.planner,
+            windows=self.windows,
+            max_window_slots=self.max_window_slots,
+            max_live_producers=self.max_live_producers,
+            cost=self.cost,
+            replicas=None if self.validate else (0,),
+        )
+        return plan, results[0] if results else None
+
+    def report(self) -> dict[str, Any]:
+        """Return the settings as the JSON has them."""
+        return {
+            "planner": self.planner,
+            "mode": self.mode,
+            "dp_degree": self.dp_degree,
+            "capacity": self.capacity,
+            "chunk_size": self.chunk_size,
+            "max_window_slots": self.max_window_slots if self.windows else 1,
+            "max_live_producers": self.max_live_producers if self.windows else 0,
+            "row_alignment": self.cost.row_alignment,
+            "cost": asdict(self.cost),
+        } | (
+            {"ortools_seconds": self.ortools_seconds, "ortools_first": self.ortools_first}
+            if self.planner == "ortools"
+            else {}
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="harts-plan", description="Plan rollouts into microbatches and report compression, rounds and replay."
+        prog="harts-plan",
+        description="Plan rollouts into microbatches and sharing windows; report compression, balance, rounds, time. "
+        "Every rank plans all replicas but lays out the rows of its own: times are those of replica 0.",
     )
     parser.add_argument(
         "input",
         nargs="+",
+        metavar="INPUT",
         help="rollout file (parquet, JSONL, path format), or .npz with flat int32 'tokens' and int64 'offsets' (N+1); "
         "several files are several steps",
     )
-    parser.add_argument("--capacity", type=int, default=65536, metavar="T", help="compact rows a microbatch may have")
-    parser.add_argument("--chunk-size", type=int, default=64, metavar="B", help="linear-attention chunk in tokens")
-    parser.add_argument("--dp", type=int, default=1, metavar="D", help="data-parallel replicas")
+    parser.add_argument("--dp", type=int, default=1, metavar="D", help="data-parallel replicas (default 1)")
+    parser.add_argument(
+        "--capacity", type=int, default=65536, metavar="T", help="compact rows of a microbatch (default 65536)"
+    )
+    parser.add_argument(
+        "--chunk-size", type=int, default=64, metavar="B", help="linear-attention chunk in tokens (default 64)"
+    )
+    parser.add_argument(
+        "--planner",
+        choices=PLANNERS,
+        default="harts",
+        help="harts: microbatches, then placement and windows (default); l1: microbatches only; ortools: the CP-SAT "
+        "baseline (extra 'ortools')",
+    )
+    parser.add_argument(
+        "--windows", choices=("on", "off"), help="share prefixes across microbatches (default on where possible)"
+    )
+    parser.add_argument(
+        "--max-window-slots", type=int, metavar="n", help="slots of a sharing window, 0 = any number (default 6)"
+    )
+    parser.add_argument(
+        "--max-live-producers", type=int, metavar="n", help="producers a replica may hold for backward (default 2)"
+    )
     parser.add_argument("--mode", choices=MODES, default="compact", help="execution mode to lay out")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"model whose costs decide (default {_MODEL}); {_ROWS}: every row costs the same",
+    )
+    parser.add_argument("--flavor", metavar="FLAVOR", help=f"size of the model (default {_FLAVOR})")
+    parser.add_argument("--cost", metavar="FILE", help="costs measured by harts-bench calibrate, instead of a model's")
+    parser.add_argument(
+        "--ortools-seconds", type=float, metavar="S", help="search budget of each replica's shard (default 300)"
+    )
+    parser.add_argument("--ortools-first", action="store_true", help="stop each shard at its first solution")
     parser.add_argument("--overlong", choices=("error", "drop", "truncate"), default="error")
-    parser.add_argument("--validate", action="store_true", help="prove every invariant of the plan (slow)")
-    parser.add_argument("--save", metavar="PLAN", help="write the plan of the (single) step to a file")
+    parser.add_argument(
+        "--validate", action="store_true", help="lay out every replica and prove every invariant of the plan (slow)"
+    )
+    parser.add_argument("--plot", metavar="PNG", help="draw the first step: rows of every slot, and one microbatch")
+    parser.add_argument("--save", metavar="PLAN", help="write the plans to a file (npz, docs/plan_file.md)")
     common.add_common_options(parser)
     return parser
 
 
-def read_step(path: str, *, scheme: str, limit: int) -> tuple[np.ndarray, np.ndarray, RolloutBatch | None]:
-    """Read one step's trajectories: flat int32 tokens, int64 offsets, and the batch unless it is an ``.npz``.
+def settings_of(options: argparse.Namespace) -> Settings:
+    """Fill in defaults and refuse options that contradict each other or would do nothing.
 
     Raises:
-        ValueError: If the file is missing or its content is not what its name says.
+        ValueError: Naming the option.
     """
-    if not path.endswith(".npz"):
-        batch = read_rollouts(path, scheme=scheme, limit=limit)
-        return batch.tokens, batch.offsets, batch
-    if not Path(path).is_file():
-        raise ValueError(f"{path} does not exist")
-    try:
-        with np.load(path, allow_pickle=False) as content:
-            missing = {"tokens", "offsets"} - set(content.files)
-            if missing:
-                raise ValueError(f"{path} lacks {sorted(missing)}; it has {content.files}")
-            tokens, offsets = content["tokens"], content["offsets"].astype(np.int64)
-    except (zipfile.BadZipFile, OSError) as error:
-        raise ValueError(f"{path} is no readable .npz file: {error}") from error
-    if limit and len(offsets) > limit + 1:
-        offsets = offsets[: limit + 1]
-        tokens = tokens[: offsets[-1]]
-    return tokens, offsets, None
-
-
-def plan_figures(plan: StepPlan) -> dict[str, Any]:
-    """Return the figures of one step's plan under the JSON keys of ``harts-plan``."""
-    stats = plan.stats
-    rows = np.array(
-        [
-            [sum(c.num_rows for c in plan.consumer(d, j).calls) for d in range(plan.dp_degree)]
-            for j in range(plan.num_slots)
-        ]
+    for option, value, least in (
+        ("--dp", options.dp, 1),
+        ("--capacity", options.capacity, 1),
+        ("--chunk-size", options.chunk_size, 1),
+        ("--max-window-slots", options.max_window_slots, 0),
+        ("--max-live-producers", options.max_live_producers, 1),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{option} ({value}) must be at least {least}")
+    why = f"--planner {options.planner}" if options.planner != "harts" else "--mode expanded"
+    possible = options.planner == "harts" and options.mode != "expanded"
+    if options.windows == "on" and not possible:
+        raise ValueError(f"--windows on contradicts {why}, which shares nothing across microbatches")
+    windows = possible and options.windows != "off"
+    for option, value in (
+        ("--max-window-slots", options.max_window_slots),
+        ("--max-live-producers", options.max_live_producers),
+    ):
+        if value is not None and not windows:
+            raise ValueError(f"{option} has no effect: {why if not possible else '--windows off'} plans no windows")
+    baseline = [name for name in ("ortools_seconds", "ortools_first") if getattr(options, name)]
+    if baseline and options.planner != "ortools":
+        raise ValueError(f"--{baseline[0].replace('_', '-')} applies to --planner ortools only")
+    if options.ortools_seconds is not None and not options.ortools_seconds > 0:
+        raise ValueError(f"--ortools-seconds ({options.ortools_seconds}) must be positive")
+    if options.planner == "ortools":
+        # Named before anything is read if it is not installed.
+        import_cp_model()
+    if options.cost and (options.model or options.flavor):
+        raise ValueError("--cost has the coefficients already; leave out --model and --flavor")
+    if options.save and options.mode == "expanded":
+        raise ValueError("--save writes shared rows, which --mode expanded does not execute; use another mode")
+    return Settings(
+        dp_degree=options.dp,
+        capacity=options.capacity,
+        chunk_size=options.chunk_size,
+        mode=options.mode,
+        planner=options.planner,
+        windows=windows,
+        max_window_slots=6 if options.max_window_slots is None else options.max_window_slots,
+        max_live_producers=options.max_live_producers or 2,
+        cost=_cost(options),
+        ortools_seconds=options.ortools_seconds or 300.0,
+        ortools_first=options.ortools_first,
+        validate=options.validate,
     )
-    return {
-        "original_tokens": stats.original_tokens,
-        "distinct_tokens": stats.distinct_tokens,
-        "compact_tokens": stats.compact_tokens,
-        "executed_rows": stats.executed_rows,
-        "replay_tokens": stats.replay_tokens,
-        "l1_compression": stats.original_tokens / stats.compact_tokens,
-        "compression": stats.compression,
-        "l1_balance": float(rows.sum() / (rows.max(axis=1).sum() * plan.dp_degree)),
-        "l1_slots": plan.num_slots,
-        "slots": plan.num_slots,
-        "consumers": stats.num_consumers,
-        "segments": stats.num_segments,
-        "rounds_max": stats.rounds_max,
-        "rounds_mean": stats.rounds_mean,
-        "seconds": dict(stats.seconds),
-    }
+
+
+def _cost(options: argparse.Namespace) -> PlanCost:
+    if options.cost:
+        return PlanCost.load(options.cost)
+    if options.model == _ROWS:
+        if options.flavor:
+            raise ValueError(f"--flavor has no effect with --model {_ROWS}")
+        return PlanCost()
+    return plan_cost(options.model or _MODEL, options.flavor or _FLAVOR, chunk_size=options.chunk_size)
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    targets = {"--json": options.json, "--plot": options.plot, "--save": options.save}
+    taken = {Path(path).absolute(): "an INPUT" for path in options.input}
+    for option, target in targets.items():
+        common.check_target(target, option)
+        if target is None or target == "-":
+            continue
+        if Path(target).absolute() in taken:
+            raise ValueError(f"{option}: '{target}' is {taken[Path(target).absolute()]} as well; name another file")
+        taken[Path(target).absolute()] = f"the file of {option}"
+    if options.plot and not options.plot.endswith(".png"):
+        raise ValueError(f"--plot: '{options.plot}' must end in .png")
+    if options.save == "-":
+        raise ValueError("--save writes a file; standard output is for --json")
+    if options.overlong != "error" and any(path.endswith(".npz") for path in options.input):
+        raise ValueError("--overlong applies to rollout files; an .npz must fit --capacity as it is")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the command and return its exit status."""
     options = _parser().parse_args(argv)
-    common.check_target(options.json, "--json")
-    if options.save and len(options.input) > 1:
-        raise ValueError("--save takes one INPUT; plan the steps one by one")
     common.config_overrides(options)
-    common.check_target(options.save, "--save")
-    if options.overlong != "error" and any(path.endswith(".npz") for path in options.input):
-        raise ValueError("--overlong applies to rollout files; an .npz must fit --capacity as it is")
-    steps = []
+    _check_files(options)
+    settings = settings_of(options)
+    compile_seconds = warm_up(settings)
+    memory_before = resident_bytes()
+    steps: list[dict[str, Any]] = []
+    balances, saved = [], []
     for path in tqdm(options.input, desc="plan", unit="step", disable=len(options.input) < 2):
-        tokens, offsets, batch = read_step(path, scheme=options.scheme or "tree", limit=options.limit or 0)
-        if batch is not None:
-            batch, _ = apply_overlong(batch, options.capacity, options.overlong)
-            tokens, offsets = batch.tokens, batch.offsets
-        plan = plan_step(
-            tokens,
-            offsets,
-            capacity=options.capacity,
-            chunk_size=options.chunk_size,
-            dp_degree=options.dp,
-            mode=options.mode,
-        )
-        if options.validate:
-            plan.validate(tokens, offsets)
+        figures, plan = _one_step(path, options, settings, picture=options.plot if not steps else None)
+        steps.append({"input": path} | figures)
+        balances.append(plan.stats.computation_balance)
         if options.save:
-            plan.save(options.save)
-        steps.append({"input": path, "trajectories": len(offsets) - 1} | plan_figures(plan))
-    total = overall(steps)
+            saved.append(step_arrays(plan))
+        # Before the next step is read.
+        del plan
+    total = settings.report() | overall_figures(steps, balances)
+    total |= {
+        "compile_seconds": compile_seconds,
+        "peak_memory_bytes": peak_bytes(),
+        "memory_before_read_bytes": memory_before,
+    }
+    if options.save:
+        write_plan_file(options.save, saved, settings={name: total[name] for name in HEADER}, cost=settings.cost)
     common.write_json(total | {"steps": steps}, options.json)
-    rows = [(name, round(value, 4) if isinstance(value, float) else value) for name, value in total.items()]
-    common.table(f"harts-plan: {len(steps)} step(s), mode {options.mode}", rows, to_stderr=options.json == "-")
+    title = f"harts-plan: {len(steps)} step(s), {settings.planner}, D={settings.dp_degree}, T={settings.capacity:,}"
+    common.table(title, summary(total, len(steps)), to_stderr=options.json == "-")
     return 0
 
 
-def overall(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the figures of several steps: counts add, ratios are taken of the sums."""
+def _one_step(
+    path: str, options: argparse.Namespace, settings: Settings, *, picture: str | None
+) -> tuple[dict[str, Any], StepPlan]:
+    start = time.perf_counter()
+    tokens, offsets = read_step(
+        path,
+        capacity=settings.capacity,
+        dp_degree=settings.dp_degree,
+        overlong=options.overlong,
+        scheme=options.scheme or "tree",
+        limit=options.limit or 0,
+    )
+    ready = time.perf_counter()
+    plan, baseline = settings.plan(tokens, offsets)
+    done = time.perf_counter()
+    if settings.validate:
+        plan.validate(tokens, offsets)
+    figures = step_figures(
+        plan.stats,
+        trajectories=len(offsets) - 1,
+        work_items=int(np.count_nonzero(plan.items["item_rows_I"])),
+        lower_bound=_bound(tokens, offsets, settings),
+        read_seconds=ready - start,
+        plan_seconds=done - ready,
+    )
+    if baseline is not None:
+        figures["ortools"] = {name: value for name, value in vars(baseline).items() if name != "placement"}
+    if picture:
+        plot(picture, plan, tokens, offsets, name=path)
+    return figures, plan
 
-    def total(name: str) -> int:
-        return sum(step[name] for step in steps)
 
-    original, compact = total("original_tokens"), total("compact_tokens")
-    # Balance of the whole run: mean rows over the rows of the slowest replica in every slot.
-    slowest = sum(step["executed_rows"] / step["l1_balance"] for step in steps)
-    return {
-        "original_tokens": original,
-        "distinct_tokens": total("distinct_tokens"),
-        "compact_tokens": compact,
-        "executed_rows": total("executed_rows"),
-        "replay_tokens": total("replay_tokens"),
-        "l1_compression": original / compact,
-        "compression": original / total("executed_rows"),
-        "l1_balance": total("executed_rows") / slowest,
-        "l1_slots": total("slots"),
-        "slots": total("slots"),
-        "rounds_max": max(step["rounds_max"] for step in steps),
-        "rounds_mean": sum(step["rounds_mean"] * step["consumers"] for step in steps) / total("consumers"),
-        "seconds_per_step": sum(sum(step["seconds"].values()) for step in steps) / len(steps),
-        "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
+def warm_up(settings: Settings) -> float:
+    """Plan a small synthetic step so that compiled loops exist before anything is timed; return the seconds it took."""
+    start = time.perf_counter()
+    # Tasks of more than 64 rows: their prefixes are worth a producer.
+    rng = np.random.default_rng(0)
+    tasks = [rng.integers(0, 50, 40).tolist() for _ in range(4 * settings.dp_degree)]
+    paths = [task[: int(rng.integers(8, 40))] + rng.integers(0, 50, 9).tolist() for task in tasks for _ in range(8)]
+    offsets = np.concatenate([[0], np.cumsum([len(path) for path in paths])]).astype(np.int64)
+    # The baseline compiles nothing of its own.
+    planner = "l1" if settings.planner == "ortools" else settings.planner
+    small = replace(settings, capacity=64, chunk_size=4, planner=planner, validate=False)
+    tokens = np.concatenate([np.asarray(path, np.int32) for path in paths])
+    small.plan(tokens, offsets)
+    _bound(tokens, offsets, small)
+    return time.perf_counter() - start
+
+
+def _bound(tokens: np.ndarray, offsets: np.ndarray, settings: Settings) -> int:
+    step = SortedStep.from_tokens(tokens, offsets)
+    return lower_bound(step, capacity=settings.capacity, dp_degree=settings.dp_degree)
+
+
+def plot(path: str, plan: StepPlan, tokens: np.ndarray, offsets: np.ndarray, *, name: str) -> None:
+    """Draw a step, and of its microbatches the one with the most segments.
+
+    Args:
+        path: PNG file.
+        plan: of the step.
+        tokens: int32 (S,) token ids of the step.
+        offsets: int64 (N+1,) trajectory bounds.
+        name: of the step.
+    """
+    items = plan.items
+    kind, replica, index, rows = (items[f"item_{name}_I"] for name in ("kind", "replica", "index", "rows"))
+    residual_JD = np.zeros((plan.num_slots, plan.dp_degree), np.int64)
+    producer_WD = np.zeros((plan.num_windows, plan.dp_degree), np.int64)
+    residual_JD[index[kind == 0], replica[kind == 0]] = rows[kind == 0]
+    producer_WD[index[kind == 1], replica[kind == 1]] = rows[kind == 1]
+    item = int(np.where(kind == 0, np.diff(items["segment_ptr_I1"]), -1).argmax())
+    members = np.flatnonzero((plan.slot_N == index[item]) & (plan.replica_N == replica[item]))
+    length_N = np.diff(offsets)[members]
+    step = SortedStep.from_tokens(
+        np.concatenate([tokens[offsets[x] : offsets[x + 1]] for x in members]),
+        np.concatenate([[0], np.cumsum(length_N)]),
+    )
+    write_plot(
+        path,
+        Bars(residual_JD, producer_WD, plan.window_ptr_W1),
+        length_N=step.length_N,
+        lcp_N=step.lcp_N,
+        shared_N=plan.shared_N[members][step.order_N],
+        capacity=plan.capacity,
+        titles=(
+            f"{name}: {plan.stats.decoder_compression:.3f}x, balance {100 * plan.stats.balance:.2f} %",
+            f"microbatch of replica {replica[item]} in slot {index[item]}",
+        ),
+    )
 
 
 def entry() -> None:

@@ -79,7 +79,7 @@ def build_forest(length_N: np.ndarray, lcp_N: np.ndarray) -> Forest:
             raise ValueError(
                 f"lcp_N[{i}] = {lcp_N[i]} does not fit sorted neighbours of {length_N[i - 1]} and {length_N[i]} tokens"
             )
-    end, parent, source, at_N = _open_trie(length_N, lcp_N)
+    end, parent, source, at_N = open_trie(length_N, lcp_N)
     edge = end - np.where(parent >= 0, end[parent], 0)
     bottom_up = np.argsort(-end, kind="stable")
     size = _subtree_sum(parent, edge, bottom_up)
@@ -89,7 +89,7 @@ def build_forest(length_N: np.ndarray, lcp_N: np.ndarray) -> Forest:
 
 
 @numba.njit(cache=True)
-def _open_trie(length_N, lcp_N):
+def open_trie(length_N, lcp_N):
     """Path-compressed trie with a node at every fork and every trajectory end; node 0 is the empty prefix."""
     capacity = 2 * length_N.shape[0] + 1
     end, parent, source = np.zeros(capacity, np.int64), np.full(capacity, -1), np.full(capacity, -1)
