@@ -218,9 +218,12 @@ import os, signal
 from harts_titan import engine, train
 plan_ahead = engine.Engine.plan_ahead
 def dying(self, batch):
-    self.start_planner().wait_until_ready()
+    planner = self.start_planner()
+    planner.wait_until_ready()
+    os.kill(planner.pid, signal.SIGSTOP)
     plan_ahead(self, batch)
-    os.kill(self.start_planner().pid, signal.SIGKILL)
+    os.kill(planner.pid, signal.SIGKILL)
+    engine.Engine.plan_ahead = plan_ahead
 engine.Engine.plan_ahead = dying
 train.main()
 """
