@@ -237,6 +237,8 @@ def damaged_arrays(plan: Arrays) -> Iterator[tuple[str, Arrays]]:
             f"item {i} in one round",
             plan | {"s1_sequence_round_Q": changed(call, part, 0), "s1_item_rounds_I": rounds},
         )
+    longer = {name: np.append(own[name], own[name][-1:]) for name in plan_checker.STEP[4:9]}
+    yield "an item more", plan | {f"s1_{name}": array for name, array in longer.items()}
     yield from damaged_windows(plan, own)
     events = own["events_V2"]
     for v in range(len(events)):
@@ -274,17 +276,16 @@ def damaged_header(plan: Arrays, figures: Figures) -> Iterator[tuple[str, Arrays
             continue
         yield f"{name} int32", plan | {name: plan[name].astype(np.int32)}, figures
         yield f"{name} array", plan | {name: plan[name][None]}, figures
-        for value in (plan[name] + 1, plan[name] - 1, 0 * plan[name]):
-            if value != plan[name]:
-                yield f"{name} {value}", plan | {name: np.array(value)}, figures
+        for value in {int(plan[name]) + 1, int(plan[name]) - 1, 0} - {int(plan[name])}:
+            yield f"{name} is {value}", plan | {name: np.array(value)}, figures
     yield "unknown key", plan | {"surprise": np.array(1)}, figures
     yield "unknown array", plan | {"s1_surprise": np.zeros(3, np.int64)}, figures
     yield "of a third step", plan | {"s2_slot_N": plan["s1_slot_N"]}, figures
     wrong = {"dp_degree": (1, 3), "capacity": (figures["producer_rows_max"] - 1, 40), "chunk_size": (2, 3, 8)}
-    wrong |= {"row_alignment": (1, 7, 16), "max_window_slots": (1, 2), "max_live_producers": (0,)}
+    wrong |= {"row_alignment": (1, 7, 16), "max_window_slots": (1, 2), "max_live_producers": (-1, 0)}
     for name, values in wrong.items():
         for value in values:
-            yield f"{name} {value} in both", plan | {name: np.array(value)}, figures | {name: value}
+            yield f"{name} {value} in file and JSON", plan | {name: np.array(value)}, figures | {name: value}
     # Without events of producers, windows look off.
     off = {name: array[(array[:, 0] % 3) != 0] for name, array in plan.items() if name.endswith("events_V2")}
     yield "windows off in both", plan | off | {"max_live_producers": np.array(0)}, figures | {"max_live_producers": 0}
