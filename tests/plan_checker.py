@@ -239,8 +239,9 @@ def check(inputs, plan_file, json_file):
         surplus = (one.keys() - UNCHECKED - {*HEADER}) ^ figures.keys()
         need(not surplus, f"missing or unknown: {surplus}")
         for name, value in figures.items():
-            near = type(value) is float and abs(one[name] - value) <= 1e-12 * abs(value)
-            need(type(one[name]) is type(value) and (near or one[name] == value), f"{name}: {one[name]}, not {value}")
+            same = type(one[name]) is type(value)
+            same = same and abs(one[name] - value) <= (1e-12 * abs(value) if type(value) is float else 0)
+            need(same, f"{name} is {one[name]}, should be {value}")
     return combine(done)
 
 
