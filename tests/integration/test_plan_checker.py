@@ -364,6 +364,7 @@ def refused_by_hand(case: str) -> int:
     return caught.traceback[-2].lineno + 1
 
 
+@pytest.mark.slow
 def test_every_damage_is_refused_and_every_proof_refuses(tmp_path, base):
     inputs, plan, figures = base
     damages = [(name, arrays, figures) for name, arrays in damaged_arrays(plan)]
