@@ -92,10 +92,11 @@ def contiguous_partition(
     cost = np.full(n + 1, _INFEASIBLE, np.int64)
     cost[0] = 0
     back: list[np.ndarray] = []
+    reach = 0
     for k in range(1, n + 1):
         if work[n] + cut_cost[k - 1] > best_total:
             break
-        cost, origin = _layer(cost, work, lcp_N, lowest)
+        cost, origin, reach = _layer(cost, work, lcp_N, lowest, reach)
         back.append(origin)
         if k % dp_degree or cost[n] >= _INFEASIBLE or cost[n] > best_total:
             continue
@@ -131,13 +132,18 @@ def _first_feasible(work, lcp_N, capacity):
 
 
 @numba.njit(cache=True)
-def _layer(previous, work, lcp_N, lowest):
-    """One more group: costs and the start of the last group, for every end."""
+def _layer(previous, work, lcp_N, lowest, reach):
+    """One more group: costs, the start of the last group for every end, and the last end that can be reached.
+
+    ``reach`` is the last end that the groups before can reach: ends beyond cost nothing to skip.
+    """
     n = lcp_N.shape[0]
     cost, origin = np.full(n + 1, _INFEASIBLE), np.full(n + 1, -1, np.int32)
     queue, value = np.empty(n + 1, np.int32), np.empty(n + 1, np.int64)
-    head, tail = 0, 0
+    head, tail, last = 0, 0, 0
     for e in range(1, n + 1):
+        if lowest[e] > reach:
+            break
         s = e - 1
         if previous[s] < _INFEASIBLE:
             value[s] = previous[s] - work[s] + lcp_N[s]
@@ -150,4 +156,5 @@ def _layer(previous, work, lcp_N, lowest):
         if head < tail:
             origin[e] = queue[head]
             cost[e] = work[e] + value[queue[head]]
-    return cost, origin
+            last = e
+    return cost, origin[: last + 1].copy(), last

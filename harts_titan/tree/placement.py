@@ -11,9 +11,11 @@ Shapes: N trajectories by sorted place, C cells, J slots, D replicas, W windows.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 
+from harts_titan.tree.cell_packing import cut_cells, pack_cells
 from harts_titan.tree.cost import PlanCost
 from harts_titan.tree.levelling import deepen, fit_producer, producer_rows, shared_depths, window_levels
 from harts_titan.tree.partition import Partition
@@ -26,8 +28,14 @@ _SWAPS, _MOVES = 12, 120
 # Weight of equal cells against a small sum of their tries, and of complete rows, which capacity makes scarce.
 _BALANCE, _COMPLETE = 8.0, 0.2
 # First bound on what a change may add, in mean costs of a trajectory.
-_HEAT_SWAPS, _HEAT_MOVES = 0.3, 0.02
-_SEEDS = (1, 2)
+_HEAT_SWAPS, _HEAT_CELLS, _HEAT_MOVES = 0.3, 0.1, 0.02
+# Cells first: weight of equal cells when they are cut, proposals per trajectory, exchanges to make everything fit.
+_CUT_BALANCE, _CELL_MOVES, _TRIALS = 20.0, 120, 10_000
+_SEED = 1
+# Cells first: weight of equal cells when they are cut, proposals per trajectory, exchanges to make everything fit.
+_CUT_BALANCE, _CELL_MOVES, _TRIALS = 20.0, 120, 10_000
+# Searches from the groups of Level 1, and from cells that are cut first.
+_GROUP_SEEDS, _CELL_SEEDS = (1,), (2,)
 
 
 def place_step(
@@ -54,38 +62,47 @@ def place_step(
     Returns:
         The placement: a function of the arguments only. Level 1's own, where no window pays.
     """
-    sizes_W = window_sizes(partition.num_groups // dp_degree, max_window_slots)
-    consumers_C = np.tile(sizes_W, dp_degree)
     bearing_N = _bearing(step, partition.group_N)
     leaves = step.select(np.flatnonzero(bearing_N))
-    start_cell_N, start_label_N = _deal(partition.group_N[bearing_N], consumers_C)
     # A trajectory that is a prefix of the next goes where that one goes.
     leaf_N = np.cumsum(bearing_N) - bearing_N
+    bounds = (leaves.length_N, leaves.minimum_LN, float(capacity), _pair(cost))
+    num_slots = partition.num_groups // dp_degree
 
-    def attempt(seed: int) -> Placement:
-        cell_N, label_N = start_cell_N.copy(), start_label_N.copy()
-        bounds = (leaves.length_N, leaves.minimum_LN, float(capacity), _pair(cost))
-        number = leaves.num_trajectories
-        search_cells(cell_N, label_N, consumers_C, *bounds, _SWAPS * number, True, _BALANCE, _HEAT_SWAPS, 0.0, seed)
+    def finish(sizes_W: np.ndarray, cell_N: np.ndarray, label_N: np.ndarray, seed: int) -> Placement:
+        consumers_C = np.tile(sizes_W, dp_degree)
+        moves = _MOVES * cell_N.size
         cost_C = search_cells(
-            cell_N, label_N, consumers_C, *bounds, _MOVES * number, False, _BALANCE, _HEAT_MOVES, _COMPLETE, seed
+            cell_N, label_N, consumers_C, *bounds, moves, False, _BALANCE, _HEAT_MOVES, _COMPLETE, seed
         )
         # Cells of equal size and similar cost share a window: it waits for the slowest.
         cells_WD = np.lexsort((np.arange(cost_C.size), -cost_C, -consumers_C)).reshape(-1, dp_degree)
-        return _level(
-            step,
-            cells_WD,
-            cell_N[leaf_N],
-            label_N[leaf_N],
-            sizes_W,
-            capacity=capacity,
-            cost=cost,
-            chunk_size=chunk_size,
-        )
+        places = (cell_N[leaf_N], label_N[leaf_N])
+        return _level(step, cells_WD, *places, sizes_W, capacity=capacity, cost=cost, chunk_size=chunk_size)
+
+    def from_groups(seed: int) -> list[Placement]:
+        sizes_W = window_sizes(num_slots, max_window_slots)
+        consumers_C = np.tile(sizes_W, dp_degree)
+        cell_N, label_N = _deal(partition.group_N[bearing_N], consumers_C)
+        swaps = _SWAPS * cell_N.size
+        search_cells(cell_N, label_N, consumers_C, *bounds, swaps, True, _BALANCE, _HEAT_SWAPS, 0.0, seed)
+        return [finish(sizes_W, cell_N, label_N, seed)]
+
+    def from_cells(seed: int) -> list[Placement]:
+        for slots in (num_slots, num_slots + 1):
+            sizes_W = window_sizes(slots, max_window_slots)
+            if sizes_W.size > window_sizes(num_slots, max_window_slots).size:
+                break
+            consumers_C = np.tile(sizes_W, dp_degree)
+            packed = _cells_first(leaves, consumers_C, capacity=capacity, pair=_pair(cost), seed=seed)
+            if packed is not None:
+                return [finish(sizes_W, *packed, seed)]
+        return []
 
     # The searches release the interpreter lock. The result does not depend on which thread ends first.
-    with ThreadPoolExecutor(len(_SEEDS)) as pool:
-        placements = [alone(partition), *pool.map(attempt, _SEEDS)]
+    with ThreadPoolExecutor(2) as pool:
+        searches = [pool.submit(from_cells, _SEED), pool.submit(from_groups, _SEED)]
+        placements = [alone(partition), *chain(*(search.result() for search in searches))]
     return min(placements, key=lambda placement: measure(step, placement, dp_degree).score(cost))
 
 
@@ -111,6 +128,24 @@ def window_sizes(num_slots: int, max_window_slots: int) -> np.ndarray:
     """
     windows = -(-num_slots // max_window_slots) if max_window_slots else 1
     return np.array([num_slots // windows + (w < num_slots % windows) for w in range(windows)], np.int64)
+
+
+def _cells_first(
+    leaves: SortedStep, consumers_C: np.ndarray, *, capacity: int, pair: float, seed: int
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Return cell and consumer of each trajectory, or None where the trajectories do not fit the consumers found."""
+    if leaves.num_trajectories < consumers_C.sum():
+        return None
+    cell_N = cut_cells(leaves.length_N, leaves.lcp_N, consumers_C, _CUT_BALANCE)
+    anything = (leaves.length_N, leaves.minimum_LN, np.inf, pair)
+    moves = _CELL_MOVES * cell_N.size
+    search_cells(cell_N, np.zeros_like(cell_N), consumers_C, *anything, moves, False, _BALANCE, _HEAT_CELLS, 0.0, seed)
+    if (np.bincount(cell_N, minlength=consumers_C.size) < consumers_C).any():
+        return None
+    label_N, over = pack_cells(
+        cell_N, consumers_C, leaves.length_N, leaves.minimum_LN, float(capacity), pair, _TRIALS, _BALANCE, seed
+    )
+    return (cell_N, label_N) if over <= 0 else None
 
 
 def _bearing(step: SortedStep, group_N: np.ndarray) -> np.ndarray:
