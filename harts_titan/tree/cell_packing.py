@@ -16,6 +16,8 @@ from harts_titan.tree.trie_sets import cell_cost, change, draw, gather, merge
 
 _FAR = 256
 """Sorted places within which a neighbour is looked for."""
+_ROOM = 0.02
+"""What a complete row of a cell that does not fit counts in rows too many."""
 
 
 @numba.njit(cache=True, nogil=True)
@@ -114,17 +116,24 @@ def _add(member, label, n, consumers, capacity, length_N, minimum_LN):
 
 @numba.njit(cache=True, nogil=True)
 def _pack(member, label, n, consumers, capacity, moves, heat, length_N, minimum_LN, random, scratch):
-    """Deal a cell's members to its consumers anew, by moves and swaps of runs; return the complete rows too many."""
+    """Deal a cell's members to its consumers anew, by moves and swaps of runs.
+
+    Returns the complete rows too many, and how bad that is: a cell in which something does not fit is the better the
+    fewer complete rows it has, for that is what makes room.
+    """
     complete, size = np.zeros(consumers), np.zeros(consumers, np.int64)
     for k in range(consumers):
         complete[k] = cell_cost(member, label, n, k, length_N, minimum_LN, 0.0)
     for i in range(n):
         size[label[i]] += 1
     over = np.maximum(complete - capacity, 0.0).sum()
-    best, best_rows, rows = over, 0.0, 0.0
+    rows = complete.sum()
+    best, best_rows = over, rows
     out, back, best_label = scratch[0], scratch[1], scratch[2]
     best_label[:n] = label[:n]
     for move in range(moves):
+        if over <= 0.0:
+            break
         x, y = draw(random) % n, draw(random) % n
         a, b = label[x], label[y]
         if a == b:
@@ -160,11 +169,11 @@ def _pack(member, label, n, consumers, capacity, moves, heat, length_N, minimum_
             best, best_rows = over, rows
             best_label[:n] = label[:n]
     label[:n] = best_label[:n]
-    return best
+    return best, best + _ROOM * best_rows if best > 0 else 0.0
 
 
 @numba.njit(cache=True, nogil=True)
-def pack_cells(cell_N, consumers_C, length_N, minimum_LN, capacity, pair, trials, weight, seed):
+def pack_cells(cell_N, consumers_C, length_N, minimum_LN, capacity, pair, trials, weight, hopeless, seed):
     """Deal every cell's trajectories to its consumers; exchange some where they do not fit; changes ``cell_N``.
 
     Args:
@@ -176,6 +185,7 @@ def pack_cells(cell_N, consumers_C, length_N, minimum_LN, capacity, pair, trials
         pair: cost of an attended pair in rows.
         trials: exchanges to try.
         weight: of equal cells, as in ``search_cells``.
+        hopeless: complete rows too many, as a share of all capacity, above which no exchange is tried.
         seed: of the random numbers.
 
     Returns:
@@ -193,12 +203,12 @@ def pack_cells(cell_N, consumers_C, length_N, minimum_LN, capacity, pair, trials
     for x in range(num_places):
         member[cell_N[x], count[cell_N[x]]] = x
         count[cell_N[x]] += 1
-    cost, over = np.zeros(num_cells), np.zeros(num_cells)
+    cost, over, bad = np.zeros(num_cells), np.zeros(num_cells), np.zeros(num_cells)
     heat = 0.005 * capacity
     for c in range(num_cells):
         _split(member[c], count[c], consumers_C[c], length_N, minimum_LN, label[c])
         cost[c] = cell_cost(member[c], label[c], count[c], -1, length_N, minimum_LN, pair)
-        over[c] = _pack(
+        over[c], bad[c] = _pack(
             member[c], label[c], count[c], consumers_C[c], capacity, 100 * count[c], heat, length_N, minimum_LN, random,
             scratch,
         )  # fmt: skip
@@ -208,7 +218,7 @@ def pack_cells(cell_N, consumers_C, length_N, minimum_LN, capacity, pair, trials
     m1, l1 = np.zeros(room, np.int64), np.zeros(room, np.int64)
     m2, l2 = np.zeros(room, np.int64), np.zeros(room, np.int64)
     for trial in range(trials):
-        if left <= 0.0:
+        if left <= 0.0 or trial == 0 and left > hopeless * capacity * consumers_C.sum():
             break
         # What a row too many may cost grows until the last of them is gone at any price.
         price = 2.0 * 10.0 ** (trial / trials)
@@ -243,21 +253,21 @@ def pack_cells(cell_N, consumers_C, length_N, minimum_LN, capacity, pair, trials
         ea, eb = cost[a] - ta, cost[b] - tb
         delta = delta_a + delta_b
         delta += weight * (((ea + delta_a) ** 2 - ea * ea) / ta + ((eb + delta_b) ** 2 - eb * eb) / tb)
-        if delta >= price * (over[a] + over[b]):
+        if delta >= price * (bad[a] + bad[b]):
             continue
         merge(member[a], label[a], count[a], out, num_out, back, num_back, -1, m1, l1)
         _add(m1, l1, size_a, consumers_C[a], capacity, length_N, minimum_LN)
-        over_a = _pack(
-            m1, l1, size_a, consumers_C[a], capacity, 20 * size_a, heat, length_N, minimum_LN, random, scratch
+        over_a, bad_a = _pack(
+            m1, l1, size_a, consumers_C[a], capacity, 12 * size_a, heat, length_N, minimum_LN, random, scratch
         )
-        if delta >= price * (over[a] + over[b] - over_a):
+        if delta >= price * (bad[a] + bad[b] - bad_a):
             continue
         merge(member[b], label[b], count[b], back, num_back, out, num_out, -1, m2, l2)
         _add(m2, l2, size_b, consumers_C[b], capacity, length_N, minimum_LN)
-        over_b = _pack(
-            m2, l2, size_b, consumers_C[b], capacity, 20 * size_b, heat, length_N, minimum_LN, random, scratch
+        over_b, bad_b = _pack(
+            m2, l2, size_b, consumers_C[b], capacity, 12 * size_b, heat, length_N, minimum_LN, random, scratch
         )
-        if delta >= price * (over[a] + over[b] - over_a - over_b):
+        if delta >= price * (bad[a] + bad[b] - bad_a - bad_b):
             continue
         if np.unique(l1[:size_a]).size < consumers_C[a] or np.unique(l2[:size_b]).size < consumers_C[b]:
             continue
@@ -265,7 +275,8 @@ def pack_cells(cell_N, consumers_C, length_N, minimum_LN, capacity, pair, trials
         total += delta_a + delta_b
         cost[a] += delta_a
         cost[b] += delta_b
-        over[a], over[b], count[a], count[b] = over_a, over_b, size_a, size_b
+        over[a], over[b], bad[a], bad[b] = over_a, over_b, bad_a, bad_b
+        count[a], count[b] = size_a, size_b
         member[a, :size_a], label[a, :size_a] = m1[:size_a], l1[:size_a]
         member[b, :size_b], label[b, :size_b] = m2[:size_b], l2[:size_b]
         for i in range(size_a):

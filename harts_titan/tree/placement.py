@@ -30,10 +30,13 @@ _BALANCE, _COMPLETE = 8.0, 0.2
 # First bound on what a change may add, in mean costs of a trajectory.
 _HEAT_SWAPS, _HEAT_CELLS, _HEAT_MOVES = 0.3, 0.1, 0.02
 # Cells first: weight of equal cells when they are cut, proposals per trajectory, exchanges to make everything fit.
-_CUT_BALANCE, _CELL_MOVES, _TRIALS = 20.0, 120, 10_000
+_CUT_BALANCE, _CELL_MOVES, _TRIALS = 20.0, 120, 3000
+_HOPELESS = 0.004
 _SEED = 1
+_FIRST, _LAST = 0, 3
 # Cells first: weight of equal cells when they are cut, proposals per trajectory, exchanges to make everything fit.
-_CUT_BALANCE, _CELL_MOVES, _TRIALS = 20.0, 120, 10_000
+_CUT_BALANCE, _CELL_MOVES, _TRIALS = 20.0, 120, 3000
+_HOPELESS = 0.004
 # Searches from the groups of Level 1, and from cells that are cut first.
 _GROUP_SEEDS, _CELL_SEEDS = (1,), (2,)
 
@@ -89,7 +92,7 @@ def place_step(
         return [finish(sizes_W, cell_N, label_N, seed)]
 
     def from_cells(seed: int) -> list[Placement]:
-        for slots in (num_slots, num_slots + 1):
+        for slots in range(num_slots + _FIRST, num_slots + _LAST + 1):
             sizes_W = window_sizes(slots, max_window_slots)
             if sizes_W.size > window_sizes(num_slots, max_window_slots).size:
                 break
@@ -143,7 +146,16 @@ def _cells_first(
     if (np.bincount(cell_N, minlength=consumers_C.size) < consumers_C).any():
         return None
     label_N, over = pack_cells(
-        cell_N, consumers_C, leaves.length_N, leaves.minimum_LN, float(capacity), pair, _TRIALS, _BALANCE, seed
+        cell_N,
+        consumers_C,
+        leaves.length_N,
+        leaves.minimum_LN,
+        float(capacity),
+        pair,
+        _TRIALS,
+        _BALANCE,
+        _HOPELESS,
+        seed,
     )
     return (cell_N, label_N) if over <= 0 else None
 
