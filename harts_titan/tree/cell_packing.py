@@ -218,7 +218,7 @@ def pack_cells(cell_N, consumers_C, length_N, minimum_LN, capacity, pair, trials
     m1, l1 = np.zeros(room, np.int64), np.zeros(room, np.int64)
     m2, l2 = np.zeros(room, np.int64), np.zeros(room, np.int64)
     for trial in range(trials):
-        if left <= 0.0 or trial == 0 and left > hopeless * capacity * consumers_C.sum():
+        if left <= 0.0 or (trial == 0 and left > hopeless * capacity * consumers_C.sum()):
             break
         # What a row too many may cost grows until the last of them is gone at any price.
         price = 2.0 * 10.0 ** (trial / trials)

@@ -1,9 +1,13 @@
 """Level 2 of the planner: replicas, slots, sharing windows and producers (HARTS 3.2, A.2).
 
-The groups of Level 1 are dealt to *cells*, one replica's part of one window (``placement_search.py``); cells that cost
+Trajectories are dealt to *cells*, one replica's part of one window (``placement_search.py``); cells that cost
 alike share a window; each producer computes what two or more consumers of its cell use, and takes over what makes a
 consumer slower than its slot (``levelling.py``). Several searches from different random numbers are compared by
 ``Work.score``.
+
+Not in the paper: cells are made first and then packed (``cell_packing.py``), with a few slots more than Level 1
+where that has filled its microbatches to the brim: with pieces of many trees, which scatters trees over cells. The
+other start are Level 1's groups.
 
 Shapes: N trajectories by sorted place, C cells, J slots, D replicas, W windows.
 """
@@ -23,22 +27,22 @@ from harts_titan.tree.placement_search import search_cells
 from harts_titan.tree.sorted_step import SortedStep
 from harts_titan.tree.work import Placement, measure
 
-# Proposals per trajectory, of whole consumers and then of runs of trajectories: time grows with them, plans improve.
-_SWAPS, _MOVES = 12, 120
-# Weight of equal cells against a small sum of their tries, and of complete rows, which capacity makes scarce.
-_BALANCE, _COMPLETE = 8.0, 0.2
-# First bound on what a change may add, in mean costs of a trajectory.
-_HEAT_SWAPS, _HEAT_CELLS, _HEAT_MOVES = 0.3, 0.1, 0.02
-# Cells first: weight of equal cells when they are cut, proposals per trajectory, exchanges to make everything fit.
-_CUT_BALANCE, _CELL_MOVES, _TRIALS = 20.0, 120, 3000
-_HOPELESS = 0.004
-_SEED = 1
-_FIRST, _LAST = 0, 3
-# Cells first: weight of equal cells when they are cut, proposals per trajectory, exchanges to make everything fit.
-_CUT_BALANCE, _CELL_MOVES, _TRIALS = 20.0, 120, 3000
-_HOPELESS = 0.004
-# Searches from the groups of Level 1, and from cells that are cut first.
-_GROUP_SEEDS, _CELL_SEEDS = (1,), (2,)
+# Proposals per trajectory: exchanges between cells of whole consumers, of anything when cells are made, and of runs
+# between consumers at last. Time grows with them, plans improve.
+_SWAPS, _CELL_MOVES, _MOVES = 12, 200, 600
+# First bound on what such a change may add, in mean costs of a trajectory.
+_SWAP_HEAT, _CELL_HEAT, _HEAT = 0.3, 0.1, 0.06
+# Weight of equal cells against a small sum of their tries, when they are cut and later; and of complete rows, which
+# capacity makes scarce.
+_CUT_BALANCE, _BALANCE, _COMPLETE = 20.0, 2.0, 0.4
+# Share of its capacity that a consumer may need when cells are made; share of the rows too many above which packing
+# gives up at once; exchanges it tries otherwise.
+_FILL, _HOPELESS, _TRIALS = 0.88, 0.005, 4000
+# Share of all capacity above which Level 1 has filled its microbatches to the brim. Cells then get more slots: these
+# numbers are tried, at most a fifth of Level 1's, and only where windows have room.
+_BRIM = 0.95
+_MORE_SLOTS = (2, 3)
+_SEEDS = (1, 2)
 
 
 def place_step(
@@ -51,7 +55,7 @@ def place_step(
     max_window_slots: int = 6,
     chunk_size: int = 64,
 ) -> Placement:
-    """Return a placement of small ``Phi`` with as many consumers as Level 1 has microbatches (HARTS 3.2).
+    """Return a placement of small ``Phi`` (HARTS 3.2).
 
     Args:
         step: trajectories in lexicographic order.
@@ -76,7 +80,7 @@ def place_step(
         consumers_C = np.tile(sizes_W, dp_degree)
         moves = _MOVES * cell_N.size
         cost_C = search_cells(
-            cell_N, label_N, consumers_C, *bounds, moves, False, _BALANCE, _HEAT_MOVES, _COMPLETE, seed
+            cell_N, label_N, consumers_C, *bounds, moves, False, _BALANCE, _HEAT, _COMPLETE, 0.0, 0.0, seed
         )
         # Cells of equal size and similar cost share a window: it waits for the slowest.
         cells_WD = np.lexsort((np.arange(cost_C.size), -cost_C, -consumers_C)).reshape(-1, dp_degree)
@@ -88,11 +92,11 @@ def place_step(
         consumers_C = np.tile(sizes_W, dp_degree)
         cell_N, label_N = _deal(partition.group_N[bearing_N], consumers_C)
         swaps = _SWAPS * cell_N.size
-        search_cells(cell_N, label_N, consumers_C, *bounds, swaps, True, _BALANCE, _HEAT_SWAPS, 0.0, seed)
+        search_cells(cell_N, label_N, consumers_C, *bounds, swaps, True, _BALANCE, _SWAP_HEAT, 0.0, 0.0, 0.0, seed)
         return [finish(sizes_W, cell_N, label_N, seed)]
 
     def from_cells(seed: int) -> list[Placement]:
-        for slots in range(num_slots + _FIRST, num_slots + _LAST + 1):
+        for slots in slots_tried:
             sizes_W = window_sizes(slots, max_window_slots)
             if sizes_W.size > window_sizes(num_slots, max_window_slots).size:
                 break
@@ -102,10 +106,20 @@ def place_step(
                 return [finish(sizes_W, *packed, seed)]
         return []
 
+    to_the_brim = int(partition.rows_K.sum()) > _BRIM * capacity * partition.num_groups
+    slots_tried = (
+        sorted({num_slots + min(more, num_slots // 5) for more in _MORE_SLOTS}) if to_the_brim else [num_slots]
+    )
     # The searches release the interpreter lock. The result does not depend on which thread ends first.
     with ThreadPoolExecutor(2) as pool:
-        searches = [pool.submit(from_cells, _SEED), pool.submit(from_groups, _SEED)]
-        placements = [alone(partition), *chain(*(search.result() for search in searches))]
+        searches = [
+            pool.submit(from_cells, _SEEDS[0]),
+            pool.submit(from_cells if to_the_brim else from_groups, _SEEDS[1]),
+        ]
+        placements = list(chain(*(search.result() for search in searches)))
+    if not placements:
+        placements = from_groups(_SEEDS[0])
+    placements.append(alone(partition))
     return min(placements, key=lambda placement: measure(step, placement, dp_degree).score(cost))
 
 
@@ -142,7 +156,20 @@ def _cells_first(
     cell_N = cut_cells(leaves.length_N, leaves.lcp_N, consumers_C, _CUT_BALANCE)
     anything = (leaves.length_N, leaves.minimum_LN, np.inf, pair)
     moves = _CELL_MOVES * cell_N.size
-    search_cells(cell_N, np.zeros_like(cell_N), consumers_C, *anything, moves, False, _BALANCE, _HEAT_CELLS, 0.0, seed)
+    search_cells(
+        cell_N,
+        np.zeros_like(cell_N),
+        consumers_C,
+        *anything,
+        moves,
+        False,
+        _BALANCE,
+        _CELL_HEAT,
+        0.0,
+        float(capacity),
+        _FILL * capacity,
+        seed,
+    )
     if (np.bincount(cell_N, minlength=consumers_C.size) < consumers_C).any():
         return None
     label_N, over = pack_cells(

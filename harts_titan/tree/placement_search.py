@@ -13,7 +13,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from harts_titan.tree.trie_sets import cell_cost, change, draw, gather, merge
+from harts_titan.tree.trie_sets import cell_cost, change, draw, gather, merge, rows_needed
 
 _FAR = 256
 """Sorted places within which a neighbour is looked for: related trajectories are close."""
@@ -33,6 +33,8 @@ def search_cells(
     weight,
     heat,
     complete_weight,
+    row_limit,
+    fill,
     seed,
 ):
     """Exchange runs of trajectories between cells until tries are small and alike; changes ``cell_N``, ``label_N``.
@@ -54,6 +56,9 @@ def search_cells(
         weight: of the balance term.
         heat: first bound, in units of the mean cost of a trajectory.
         complete_weight: of complete rows, which capacity makes scarce.
+        row_limit: rows of a consumer for ``rows_needed``.
+        fill: rows a consumer may need for what its cell holds; 0 for no such term. Where ``rows_needed`` of a cell is
+            more than ``fill`` for each of its consumers, the rest is added to the objective.
         seed: of the random numbers.
 
     Returns:
@@ -85,6 +90,11 @@ def search_cells(
     random[0] = np.uint64(seed)
     out, back = np.zeros(2 * room + 1, np.int64), np.zeros(2 * room + 1, np.int64)
     buffer_m, buffer_l = np.zeros(room, np.int64), np.zeros(room, np.int64)
+    end, below, excess = np.zeros(room + 2), np.zeros(room + 2), np.zeros(num_cells)
+    if fill > 0:
+        for c in range(num_cells):
+            need = rows_needed(member[c], count[c], row_limit, length_N, minimum_LN, end, below)
+            excess[c] = max(0.0, need - fill * consumers_C[c])
     for move in range(moves):
         x = draw(random) % num_places
         if draw(random) % 4 < 3:
@@ -132,7 +142,18 @@ def search_cells(
             ea, eb = cost[a] - ta, cost[b] - tb
             delta += delta_a + delta_b
             delta += weight * (((ea + delta_a) ** 2 - ea * ea) / ta + ((eb + delta_b) ** 2 - eb * eb) / tb)
-        if delta > bound * (moves - move) / moves:
+        limit = bound * (moves - move) / moves
+        if fill > 0 and a != b and delta - excess[a] - excess[b] <= limit:
+            n = merge(member[a], label[a], count[a], out, num_out, back, num_back, ka, buffer_m, buffer_l)
+            need = rows_needed(buffer_m, n, row_limit, length_N, minimum_LN, end, below)
+            excess_a = max(0.0, need - fill * consumers_C[a])
+            n = merge(member[b], label[b], count[b], back, num_back, out, num_out, kb, buffer_m, buffer_l)
+            need = rows_needed(buffer_m, n, row_limit, length_N, minimum_LN, end, below)
+            excess_b = max(0.0, need - fill * consumers_C[b])
+            delta += excess_a + excess_b - excess[a] - excess[b]
+            if delta <= limit:
+                excess[a], excess[b] = excess_a, excess_b
+        if delta > limit:
             continue
         if a == b:
             for i in range(num_out):

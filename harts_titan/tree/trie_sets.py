@@ -153,3 +153,40 @@ def cell_cost(member, label, n, consumer, length_N, minimum_LN, pair):
                 total -= _cost(common_prefix(minimum_LN, last, member[i]), pair)
             last = member[i]
     return total
+
+
+@numba.njit(cache=True, nogil=True)
+def rows_needed(member, n, capacity, length_N, minimum_LN, end, below):
+    """Return complete rows that microbatches of ``capacity`` need at least for a set: the bound of HARTS A.1 by node.
+
+    A node of the trie has to be in as many microbatches as the rows below it, beside the path to it, fill.
+
+    Args:
+        member: int64 (n,) places, ascending.
+        n: places in use.
+        capacity: rows of a microbatch.
+        length_N: int64 tokens.
+        minimum_LN: ``SortedStep.minimum_LN``.
+        end: float64 scratch, n + 2 entries.
+        below: float64 scratch, n + 2 entries.
+    """
+    total, top = 0.0, 0
+    end[0], below[0] = 0.0, 0.0
+    for i in range(n + 1):
+        shared = common_prefix(minimum_LN, member[i - 1], member[i]) if 0 < i < n else 0
+        # Close the nodes that the next trajectory does not pass, cutting the one in which it leaves.
+        while top > 0 and end[top] > shared:
+            start = max(end[top - 1], float(shared))
+            length = end[top] - start
+            copies = max(1.0, np.ceil((below[top] + 1.0) / (capacity - end[top] + 1.0)))
+            total += length * copies
+            if end[top - 1] >= shared:
+                below[top - 1] += below[top] + length
+                top -= 1
+            else:
+                end[top] = shared
+                below[top] += length
+        if i < n and length_N[member[i]] > end[top]:
+            top += 1
+            end[top], below[top] = length_N[member[i]], 0.0
+    return total

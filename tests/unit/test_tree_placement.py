@@ -1,15 +1,19 @@
 """Level 2 against sets of prefixes: search, producers and levels on small steps, and figures on a generated one."""
 
+import itertools
+
 import numpy as np
 import pytest
 from tree_oracle import flat, random_sequences
 
+from harts_titan.tree.cell_packing import cut_cells, pack_cells
 from harts_titan.tree.cost import PlanCost
 from harts_titan.tree.levelling import deepen, fit_producer, producer_rows, shared_depths, window_levels
 from harts_titan.tree.partition import partition_step
 from harts_titan.tree.placement import alone, place_step, window_sizes
 from harts_titan.tree.placement_search import cell_cost, search_cells
 from harts_titan.tree.sorted_step import SortedStep
+from harts_titan.tree.trie_sets import rows_needed
 from harts_titan.tree.work import measure
 
 ATTENTION = PlanCost(forward_row=50, forward_pair=3, backward_row=110, backward_pair=7, head_forward_row=11)
@@ -126,7 +130,7 @@ def test_search_keeps_capacity_and_accounts_exactly(seed, whole):
     consumers = np.full(2, partition.num_groups // 2)
     cell, label = partition.group_N % 2, partition.group_N // 2
     before = [cell_cost(m, m, m.size, -1, step.length_N, step.minimum_LN, 0.1) for m in members(cell, 2)]
-    options = (step.length_N, step.minimum_LN, float(capacity), 0.1, 3000, whole, 4.0, 0.0, 0.1, seed)
+    options = (step.length_N, step.minimum_LN, float(capacity), 0.1, 3000, whole, 4.0, 0.0, 0.1, 0.0, 0.0, seed)
     cost = search_cells(cell, label, consumers, *options)
     expected = [
         sum(1 + 0.1 * len(row) for row in set().union(*(prefixes(paths[x]) for x in m))) for m in members(cell, 2)
@@ -140,6 +144,77 @@ def test_search_keeps_capacity_and_accounts_exactly(seed, whole):
         for k in range(consumers[c]):
             rows = set().union(*(prefixes(paths[x]) for x in np.flatnonzero((cell == c) & (label == k))), set())
             assert 0 < len(rows) <= capacity
+
+
+@pytest.mark.parametrize("num_cells", [1, 2, 5])
+@pytest.mark.parametrize("seed", range(10))
+def test_cells_are_cut_as_well_as_any_cuts(seed, num_cells):
+    paths, step = drawn(seed, count=14, chunk=5)
+    consumers = np.arange(1, num_cells + 1)
+    cell = cut_cells(step.length_N, step.lcp_N, consumers, 3.0)
+    total = step.distinct_tokens + (num_cells - 1) * step.lcp_N.mean()
+    target = total * consumers / consumers.sum()
+
+    def value(bounds):
+        rows = np.array([len(set().union(*map(prefixes, paths[a:b]))) for a, b in itertools.pairwise(bounds)])
+        cuts = sum(step.lcp_N[b] for b in bounds[1:-1])
+        return cuts + 3.0 * ((rows - target) ** 2 / target).sum(), (abs(rows / target - 1) <= 0.4).all()
+
+    every = [(0, *cuts, len(paths)) for cuts in itertools.combinations(range(1, len(paths)), num_cells - 1)]
+    within = [v for v, banded in map(value, every) if banded]
+    found, _ = value((0, *(np.flatnonzero(np.diff(cell)) + 1), len(paths)))
+    assert cell[0] == 0 and (np.diff(cell) >= 0).all() and set(cell) == set(range(num_cells))
+    if within:
+        assert found == pytest.approx(min(within))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_packing_fits_every_consumer_or_says_how_much_is_too_much(seed):
+    paths, step = drawn(seed, count=60, chunk=6)
+    consumers = np.array([3, 2, 4])
+    everything = len(set().union(*map(prefixes, paths)))
+    for capacity in (int(step.length_N.max()), everything // 5, everything // 2):
+        cell = cut_cells(step.length_N, step.lcp_N, consumers, 5.0)
+        if (np.bincount(cell, minlength=3) < consumers).any():
+            continue
+        label, over = pack_cells(
+            cell, consumers, step.length_N, step.minimum_LN, float(capacity), 0.0, 300, 3.0, 1.0, seed
+        )
+        sizes = [
+            len(set().union(*(prefixes(paths[x]) for x in np.flatnonzero((cell == c) & (label == k)))))
+            for c in range(3)
+            for k in range(consumers[c])
+        ]
+        assert min(sizes) > 0
+        assert over == sum(max(0, rows - capacity) for rows in sizes)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_rows_needed_is_a_lower_bound_and_exact_where_everything_fits(seed):
+    paths, step = drawn(seed, count=7, chunk=3)
+    n = len(paths)
+    scratch = np.zeros(n + 2), np.zeros(n + 2)
+    longest, everything = int(step.length_N.max()), len(set().union(*map(prefixes, paths)))
+    for capacity in range(longest, everything + 2):
+        need = rows_needed(np.arange(n), n, float(capacity), step.length_N, step.minimum_LN, *scratch)
+        best = min(
+            sum(rows)
+            for groups in set_partitions(list(range(n)))
+            if max(rows := [len(set().union(*(prefixes(paths[x]) for x in g))) for g in groups]) <= capacity
+        )
+        assert everything <= need <= best
+        if capacity >= everything:
+            assert need == everything
+
+
+def set_partitions(items):
+    if not items:
+        yield []
+        return
+    for rest in set_partitions(items[1:]):
+        yield [[items[0]], *rest]
+        for i, group in enumerate(rest):
+            yield [*rest[:i], [items[0], *group], *rest[i + 1 :]]
 
 
 def members(cell, count):
