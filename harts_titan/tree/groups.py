@@ -21,9 +21,9 @@ from harts_titan.tree.sorted_step import SortedStep, common_prefix
 # These functions allocate nothing, so they do without reference counts, which would take four fifths of their time.
 kernel = numba.njit(cache=True, _nrt=False)
 
-_NUM_BUCKETS = 256
+_NUM_BUCKETS = 64
 # Leaves on either side that are looked at for a group that shares much; beyond, only free capacity counts.
-_REACH = 64
+_REACH = 48
 
 # Columns of Groups.leaf_M6.
 LENGTH, LCP, GROUP, PREV, NEXT, SHARED = range(6)
@@ -34,14 +34,14 @@ CAPACITY, BUCKET_ROWS, COMMON, USED, STAMP, SQUARES, SHIFT = range(7)
 
 
 class Groups(NamedTuple):
-    """Working state of a search; arrays int64 unless said, and changed in place.
+    """Working state of a search, changed in place. Arrays are int64; the two large ones int32, for the cache.
 
     Attributes:
-        leaf_M6: of each leaf: tokens, common prefix with the leaf before, group (-1 while it has none), leaf before and
-            leaf after in the group (-1 none), common prefix with the leaf before in the group (0 if none).
-        group_K8: of each group: first leaf (-1 while unused), compact rows, leaves, last insertion that looked at it,
-            bucket of free capacity, group before and group after in the bucket's list, and an entry of the stack of
-            unused groups, whose top is entry ``K - used - 1``.
+        leaf_M6: int32, of each leaf: tokens, common prefix with the leaf before, group (-1 while it has none), leaf
+            before and leaf after in the group (-1 none), common prefix with the leaf before in the group (0 if none).
+        group_K8: int32, of each group: first leaf (-1 while unused), compact rows, leaves, last insertion that looked
+            at it, bucket of free capacity, group before and group after in the bucket's list, and an entry of the
+            stack of unused groups, whose top is entry ``K - used - 1``.
         bucket_B: first group of each bucket.
         minimum_LM: range minima of the common prefixes, see :class:`SortedStep`.
         scalar_7: capacity, rows of a bucket, tokens common to all leaves, used groups, insertions so far, sum of the
@@ -84,7 +84,7 @@ def empty_groups(leaves: SortedStep, *, capacity: int, seed: int = 0) -> Groups:
     m = leaves.num_trajectories
     common = int(leaves.lcp_N[1:].min()) if m > 1 else int(leaves.length_N[0])
     shift = max(0, capacity.bit_length() - 15)
-    leaf_M6, group_K8 = np.zeros((m, 6), np.int64), np.zeros((m, 8), np.int64)
+    leaf_M6, group_K8 = np.zeros((m, 6), np.int32), np.zeros((m, 8), np.int32)
     leaf_M6[:, LENGTH], leaf_M6[:, LCP] = leaves.length_N, leaves.lcp_N
     leaf_M6[:, GROUP : NEXT + 1] = -1
     group_K8[:, HEAD] = -1

@@ -74,6 +74,8 @@ def partition_step(
     group_N = np.repeat(np.arange(found.num_groups), np.diff(found.bound_K1))
     best = Partition(group_N, found.rows_K, found.group_SD, "contiguous")
     leaf_N, leaf_step = leaves(step)
+    # No group can have more rows than the step; the search scales its temperatures with the capacity.
+    capacity = min(capacity, step.distinct_tokens)
     for method, group_M in greedy_groups(leaf_step, capacity=capacity):
         best = _better(best, _aligned(step, group_M[leaf_N], dp_degree, method))
     moves = _MOVES * step.num_trajectories
@@ -85,7 +87,7 @@ def partition_step(
 
 
 # Moves of the local search for each trajectory: 0.2 s for 1,617 trajectories.
-_MOVES = 100
+_MOVES = 90
 
 
 def _better(best: Partition, other: Partition | None) -> Partition:

@@ -37,9 +37,9 @@ from harts_titan.tree.sorted_step import SortedStep
 # Quantiles of the exponential distribution, in 1/1024: -log(u) for a uniform u, without floats at run time.
 _EXPONENTIAL = np.round(-np.log((np.arange(256) + 0.5) / 256) * 1024).astype(np.int64)
 # Chance, in 1/1024, that a recreation passes over a feasible group.
-_SKIP = 10
+_SKIP = 20
 _RUN, _PAIR, _SCATTERED = 8, 1, 4
-_LONGEST_RUN, _LARGEST_GROUP, _MOST_SCATTERED = 6, 24, 5
+_LONGEST_RUN, _LARGEST_GROUP, _MOST_SCATTERED = 8, 24, 8
 
 
 def refine(
@@ -76,7 +76,7 @@ def refine(
     target, temperature = up, warm
     if 0 < down < up:
         group_M = anneal(
-            **scale, group_M=group_M, moves=second, hot=warm, cold=cool, fullness=200, target=down, **prices, seed=2
+            **scale, group_M=group_M, moves=second, hot=warm, cold=cool, fullness=250, target=down, **prices, seed=2
         )
         yield group_M
         rest -= second
@@ -96,11 +96,13 @@ class Search(NamedTuple):
             neighbours in the group, as they were.
         order_M2: of each of them in order of insertion: sorting key, leaf.
         best_M: group of each leaf in the best state so far.
+        stale_M2: stack of the leaves moved since that state; and 1 for each leaf on it.
     """
 
     removed_M5: np.ndarray
     order_M2: np.ndarray
     best_M: np.ndarray
+    stale_M2: np.ndarray
 
 
 def anneal(
@@ -141,7 +143,7 @@ def anneal(
     """
     m = leaves.num_trajectories
     groups = empty_groups(leaves, capacity=capacity, seed=seed)
-    search = Search(np.zeros((m, 5), np.int64), np.zeros((m, 2), np.int64), np.zeros(m, np.int64))
+    search = Search(*(np.zeros(shape, np.int64) for shape in ((m, 5), (m, 2), m, (m, 2))))
     fill(groups, np.unique(group_M, return_inverse=True)[1].astype(np.int64), search.best_M)
     search.best_M[:] = groups.leaf_M6[:, GROUP]
     # Weight of the squares as the state keeps them, in 2**-20 rows.
@@ -152,7 +154,7 @@ def anneal(
 
 @kernel
 def _anneal(groups, search, moves, hot, cold, prices):
-    energy, best = 0, 0
+    energy, best, num_stale = 0, 0, 0
     for move in range(moves):
         temperature = hot + (cold - hot) * move // moves
         limit = temperature * _EXPONENTIAL[draw(groups, 256)] // 1024
@@ -168,14 +170,30 @@ def _anneal(groups, search, moves, hot, cold, prices):
             change = rows + _price(groups, prices) - before
         if change <= limit:
             energy += change
+            num_stale = _note_moved(search, n, num_stale)
             if energy < best:
                 best = energy
-                for x in range(search.best_M.shape[0]):
+                for i in range(num_stale):
+                    x = search.stale_M2[i, 0]
                     search.best_M[x] = groups.leaf_M6[x, GROUP]
+                    search.stale_M2[x, 1] = 0
+                num_stale = 0
         else:
             for i in range(done - 1, -1, -1):
                 remove(groups, search.order_M2[i, 1])
             put_back(groups, search.removed_M5, n)
+
+
+@kernel
+def _note_moved(search, n, num_stale):
+    """Add the leaves of an accepted move to the stack; a copy of all groups for each best state would cost O(M)."""
+    for i in range(n):
+        x = search.removed_M5[i, 0]
+        if search.stale_M2[x, 1] == 0:
+            search.stale_M2[x, 1] = 1
+            search.stale_M2[num_stale, 0] = x
+            num_stale += 1
+    return num_stale
 
 
 @kernel
