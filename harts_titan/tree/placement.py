@@ -29,7 +29,7 @@ from harts_titan.tree.work import Placement, measure
 
 # Proposals per trajectory: exchanges between cells of whole consumers, of anything when cells are made, and of runs
 # between consumers at last. Time grows with them, plans improve.
-_SWAPS, _CELL_MOVES, _MOVES = 12, 200, 600
+_SWAPS, _CELL_MOVES, _MOVES = 12, 200, 450
 # First bound on what such a change may add, in mean costs of a trajectory.
 _SWAP_HEAT, _CELL_HEAT, _HEAT = 0.3, 0.1, 0.06
 # Weight of equal cells against a small sum of their tries, when they are cut and later; and of complete rows, which
@@ -38,9 +38,9 @@ _CUT_BALANCE, _BALANCE, _COMPLETE = 20.0, 2.0, 0.4
 # Share of its capacity that a consumer may need when cells are made; share of the rows too many above which packing
 # gives up at once; exchanges it tries otherwise.
 _FILL, _HOPELESS, _TRIALS = 0.88, 0.005, 4000
-# Share of all capacity above which Level 1 has filled its microbatches to the brim. Cells then get more slots: these
-# numbers are tried, at most a fifth of Level 1's, and only where windows have room.
-_BRIM = 0.95
+# Level 1 scatters trees where it fills microbatches to this share of all capacity, with more than so many leaves each.
+# Cells then get more slots: these numbers are tried, at most a fifth of Level 1's, and only where windows have room.
+_FULL, _MANY_LEAVES = 0.92, 3
 _MORE_SLOTS = (2, 3)
 _SEEDS = (1, 2)
 
@@ -106,15 +106,14 @@ def place_step(
                 return [finish(sizes_W, *packed, seed)]
         return []
 
-    to_the_brim = int(partition.rows_K.sum()) > _BRIM * capacity * partition.num_groups
-    slots_tried = (
-        sorted({num_slots + min(more, num_slots // 5) for more in _MORE_SLOTS}) if to_the_brim else [num_slots]
-    )
+    full = int(partition.rows_K.sum()) > _FULL * capacity * partition.num_groups
+    scattered = full and leaves.num_trajectories > _MANY_LEAVES * partition.num_groups
+    slots_tried = sorted({num_slots + min(more, num_slots // 5) for more in _MORE_SLOTS}) if scattered else [num_slots]
     # The searches release the interpreter lock. The result does not depend on which thread ends first.
     with ThreadPoolExecutor(2) as pool:
         searches = [
             pool.submit(from_cells, _SEEDS[0]),
-            pool.submit(from_cells if to_the_brim else from_groups, _SEEDS[1]),
+            pool.submit(from_cells if scattered else from_groups, _SEEDS[1]),
         ]
         placements = list(chain(*(search.result() for search in searches)))
     if not placements:

@@ -39,6 +39,8 @@ _EXPONENTIAL = np.round(-np.log((np.arange(256) + 0.5) / 256) * 1024).astype(np.
 # Chance, in 1/1024, that a recreation passes over a feasible group.
 _SKIP = 20
 _RUN, _PAIR, _SCATTERED = 8, 1, 4
+# Leaves from which a move draws.
+_PART = 1024
 _LONGEST_RUN, _LARGEST_GROUP, _MOST_SCATTERED = 8, 24, 8
 
 
@@ -159,7 +161,7 @@ def _anneal(groups, search, moves, hot, cold, prices):
         temperature = hot + (cold - hot) * move // moves
         limit = temperature * _EXPONENTIAL[draw(groups, 256)] // 1024
         before = _price(groups, prices)
-        n, saved = _ruin(groups, search.removed_M5)
+        n, saved = _ruin(groups, search.removed_M5, move)
         _arrange(groups, search, n)
         done, rows = 0, -saved
         change = rows + _price(groups, prices) - before
@@ -207,10 +209,19 @@ def _price(groups, prices):
 
 
 @kernel
-def _ruin(groups, removed_M5):
+def _draw_leaf(groups, move):
+    """Return any leaf of a part of the sorted order that moves on, so that large steps stay in the processor's cache."""
+    m = groups.leaf_M6.shape[0]
+    if m <= _PART:
+        return draw(groups, m)
+    return (move // 8 + draw(groups, _PART)) % m
+
+
+@kernel
+def _ruin(groups, removed_M5, move):
     """Take leaves out of their groups, note where they were, and return (their number, rows saved)."""
     m = groups.leaf_M6.shape[0]
-    x = draw(groups, m)
+    x = _draw_leaf(groups, move)
     kind = draw(groups, _RUN + _PAIR + _SCATTERED)
     n, saved = 0, 0
     if kind < _RUN:
@@ -221,7 +232,7 @@ def _ruin(groups, removed_M5):
             n += 1
     elif kind < _RUN + _PAIR:
         g = groups.leaf_M6[x, GROUP]
-        h = groups.leaf_M6[_partner(groups, x), GROUP]
+        h = groups.leaf_M6[_partner(groups, x, move), GROUP]
         for one in (g, h):
             if groups.group_K8[one, SIZE] <= _LARGEST_GROUP:
                 while groups.group_K8[one, SIZE] > 0:
@@ -233,12 +244,12 @@ def _ruin(groups, removed_M5):
             if groups.leaf_M6[x, GROUP] >= 0:
                 saved += take_out(groups, x, removed_M5, n)
                 n += 1
-            x = draw(groups, m)
+            x = _draw_leaf(groups, move)
     return n, saved
 
 
 @kernel
-def _partner(groups, x):
+def _partner(groups, x, move):
     """Return a leaf of another group: the nearest on one side, or any leaf."""
     m = groups.leaf_M6.shape[0]
     way = draw(groups, 4) - 1
@@ -248,7 +259,7 @@ def _partner(groups, x):
             y += way
         if 0 <= y < m:
             return y
-    return draw(groups, m)
+    return _draw_leaf(groups, move)
 
 
 @kernel
