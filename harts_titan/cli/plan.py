@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help=f"model whose costs decide (default {_MODEL}); {_ROWS}: every row costs the same",
+        help=f"model whose operations are balanced (default {_ROWS}: every row costs the same, which balances rows)",
     )
     parser.add_argument("--flavor", metavar="FLAVOR", help=f"size of the model (default {_FLAVOR})")
     parser.add_argument("--cost", metavar="FILE", help="costs measured by harts-bench calibrate, instead of a model's")
@@ -221,11 +221,18 @@ def settings_of(options: argparse.Namespace) -> Settings:
 def _cost(options: argparse.Namespace) -> PlanCost:
     if options.cost:
         return PlanCost.load(options.cost)
-    if options.model == _ROWS:
-        if options.flavor:
-            raise ValueError(f"--flavor has no effect with --model {_ROWS}")
-        return PlanCost()
-    return plan_cost(options.model or _MODEL, options.flavor or _FLAVOR, chunk_size=options.chunk_size)
+    model = options.model or _ROWS
+    if model != _ROWS:
+        return plan_cost(model, options.flavor or _FLAVOR, chunk_size=options.chunk_size)
+    if options.flavor:
+        raise ValueError(f"--flavor has no effect with --model {_ROWS}")
+    # What a producer keeps has a size even where only rows are counted.
+    sizes = plan_cost(_MODEL, _FLAVOR, chunk_size=options.chunk_size)
+    return PlanCost(
+        shared_row_bytes=sizes.shared_row_bytes,
+        handed_state_bytes=sizes.handed_state_bytes,
+        source=f"rows; interface of {_MODEL} {_FLAVOR}",
+    )
 
 
 def _check_files(options: argparse.Namespace) -> None:

@@ -64,6 +64,32 @@ def contiguous_partition(
         ValueError: If a trajectory is longer than ``capacity``, there are fewer trajectories than replicas, or an
             argument is out of range.
     """
+    found = search_contiguous(length_N, lcp_N, capacity, dp_degree, index_N=index_N)
+    # N singletons fit whenever every trajectory does, but N need not be a multiple of dp_degree.
+    if found is None:
+        raise ValueError(
+            f"no contiguous partition of {len(length_N)} trajectories into a multiple of {dp_degree} microbatches of "
+            f"at most {capacity} rows exists; raise capacity or change the number of trajectories"
+        )
+    return found
+
+
+def search_contiguous(
+    length_N: np.ndarray, lcp_N: np.ndarray, capacity: int, dp_degree: int, *, index_N: np.ndarray | None
+) -> ContiguousPartition | None:
+    """Return what :func:`contiguous_partition` does, or None where that finds no partition.
+
+    Args:
+        length_N: int64 tokens of each trajectory in lexicographic order.
+        lcp_N: int64 common prefix with the trajectory before; entry 0 is taken as 0.
+        capacity: compact rows a group may have.
+        dp_degree: number of replicas; the number of groups is a multiple of it.
+        index_N: names of the trajectories for error messages; None for 0..N-1.
+
+    Raises:
+        ValueError: If a trajectory is longer than ``capacity``, there are fewer trajectories than replicas, or an
+            argument is out of range.
+    """
     length_N = np.ascontiguousarray(length_N, dtype=np.int64)
     lcp_N = np.array(lcp_N, dtype=np.int64)
     n = length_N.shape[0]
@@ -89,14 +115,16 @@ def contiguous_partition(
     cut_cost = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.sort(lcp_N[1:]))])
     best: ContiguousPartition | None = None
     best_total = _INFEASIBLE
-    cost = np.full(n + 1, _INFEASIBLE, np.int64)
+    cost, previous = np.full(n + 1, _INFEASIBLE, np.int64), np.full(n + 1, _INFEASIBLE, np.int64)
+    queue, value = np.empty(n + 1, np.int32), np.empty(n + 1, np.int64)
     cost[0] = 0
     back: list[np.ndarray] = []
     reach = 0
     for k in range(1, n + 1):
         if work[n] + cut_cost[k - 1] > best_total:
             break
-        cost, origin, reach = _layer(cost, work, lcp_N, lowest, reach)
+        previous, cost = cost, previous
+        origin, reach = _layer(previous, cost, queue, value, work, lcp_N, lowest, reach)
         back.append(origin)
         if k % dp_degree or cost[n] >= _INFEASIBLE or cost[n] > best_total:
             continue
@@ -109,12 +137,6 @@ def contiguous_partition(
         candidate = ContiguousPartition(bound_K1, rows_K, assign_slots(rows_K, dp_degree))
         if best is None or candidate.objective < best.objective:
             best, best_total = candidate, int(cost[n])
-    # N singletons fit whenever every trajectory does, but N need not be a multiple of dp_degree.
-    if best is None:
-        raise ValueError(
-            f"no contiguous partition of {n} trajectories into a multiple of {dp_degree} microbatches of at most "
-            f"{capacity} rows exists; raise capacity or change the number of trajectories"
-        )
     return best
 
 
@@ -132,29 +154,34 @@ def _first_feasible(work, lcp_N, capacity):
 
 
 @numba.njit(cache=True)
-def _layer(previous, work, lcp_N, lowest, reach):
-    """One more group: costs, the start of the last group for every end, and the last end that can be reached.
+def _layer(previous, cost, queue, value, work, lcp_N, lowest, reach):
+    """One more group: set the cost of every end; return the start of the last group for each, up to the last reached.
 
-    ``reach`` is the last end that the groups before can reach: ends beyond cost nothing to skip.
+    ``reach`` is the last end that the groups before can reach. It never decreases, so entries of ``cost`` beyond the
+    ends of this layer are as they were in the beginning: infeasible.
     """
-    n = lcp_N.shape[0]
-    cost, origin = np.full(n + 1, _INFEASIBLE), np.full(n + 1, -1, np.int32)
-    queue, value = np.empty(n + 1, np.int32), np.empty(n + 1, np.int64)
+    origin = np.empty(lcp_N.shape[0] + 1, np.int32)
     head, tail, last = 0, 0, 0
-    for e in range(1, n + 1):
-        if lowest[e] > reach:
+    cost[0], origin[0] = _INFEASIBLE, -1
+    for e in range(1, lcp_N.shape[0] + 1):
+        low = lowest[e]
+        if low > reach:
             break
         s = e - 1
         if previous[s] < _INFEASIBLE:
-            value[s] = previous[s] - work[s] + lcp_N[s]
-            while tail > head and value[queue[tail - 1]] > value[s]:
+            v = previous[s] - work[s] + lcp_N[s]
+            while tail > head and value[tail - 1] > v:
                 tail -= 1
             queue[tail] = s
+            value[tail] = v
             tail += 1
-        while head < tail and queue[head] < lowest[e]:
+        while head < tail and queue[head] < low:
             head += 1
         if head < tail:
             origin[e] = queue[head]
-            cost[e] = work[e] + value[queue[head]]
+            cost[e] = work[e] + value[head]
             last = e
-    return cost, origin[: last + 1].copy(), last
+        else:
+            origin[e] = -1
+            cost[e] = _INFEASIBLE
+    return origin[: last + 1].copy(), last

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numba
 import numpy as np
 
-from harts_titan.tree.contiguous import contiguous_partition
+from harts_titan.tree.contiguous import contiguous_partition, search_contiguous
 from harts_titan.tree.greedy import greedy_groups
 from harts_titan.tree.groups import leaves
 from harts_titan.tree.refine import refine
@@ -19,6 +19,11 @@ from harts_titan.tree.slots import assign_slots, initial_objective
 from harts_titan.tree.sorted_step import SortedStep, common_prefix
 
 __all__ = ["Partition", "contiguous_partition", "partition_step"]
+
+# Moves of the local search for each trajectory: 0.2 s for 1,617 trajectories.
+_MOVES = 90
+# Leaves of a group up to which the number of moves is not reduced.
+_CROWD = 16
 
 
 @dataclass(frozen=True)
@@ -70,28 +75,35 @@ def partition_step(
             partition into a multiple of ``dp_degree`` microbatches is found, or an argument is out of range.
     """
     names_N = step.order_N if index_N is None else index_N
-    found = contiguous_partition(step.length_N, step.lcp_N, capacity, dp_degree, index_N=names_N)
-    group_N = np.repeat(np.arange(found.num_groups), np.diff(found.bound_K1))
-    best = Partition(group_N, found.rows_K, found.group_SD, "contiguous")
-    leaf_N, leaf_step = leaves(step)
+    found = search_contiguous(step.length_N, step.lcp_N, capacity, dp_degree, index_N=names_N)
+    best = None
+    if found is not None:
+        group_N = np.repeat(np.arange(found.num_groups), np.diff(found.bound_K1))
+        best = Partition(group_N, found.rows_K, found.group_SD, "contiguous")
     # No group can have more rows than the step; the search scales its temperatures with the capacity.
-    capacity = min(capacity, step.distinct_tokens)
-    for method, group_M in greedy_groups(leaf_step, capacity=capacity):
+    rows = min(capacity, step.distinct_tokens)
+    leaf_N, leaf_step = leaves(step)
+    for method, group_M in greedy_groups(leaf_step, capacity=rows):
         best = _better(best, _aligned(step, group_M[leaf_N], dp_degree, method))
-    moves = _MOVES * step.num_trajectories
-    for group_M in refine(
-        leaf_step, best.group_N[leaf_step.order_N], capacity=capacity, dp_degree=dp_degree, moves=moves
-    ):
-        best = _better(best, _aligned(step, group_M[leaf_N], dp_degree, "ruin and recreate"))
+    if best is None or best.objective[0] > step.distinct_tokens:
+        start_M = group_M if best is None else best.group_N[leaf_step.order_N]
+        # A move in a large group takes time in proportion to its leaves.
+        crowd = max(1, leaf_step.num_trajectories // (_CROWD * int(np.unique(start_M).size)))
+        moves = _MOVES * step.num_trajectories // crowd
+        for group_M in refine(leaf_step, start_M, capacity=rows, dp_degree=dp_degree, moves=moves):
+            best = _better(best, _aligned(step, group_M[leaf_N], dp_degree, "ruin and recreate"))
+    if best is None:
+        raise ValueError(
+            f"no partition of {step.num_trajectories} trajectories into a multiple of {dp_degree} microbatches of at "
+            f"most {capacity} rows was found; raise capacity or change the number of trajectories"
+        )
     return best
 
 
-# Moves of the local search for each trajectory: 0.2 s for 1,617 trajectories.
-_MOVES = 90
-
-
-def _better(best: Partition, other: Partition | None) -> Partition:
-    return best if other is None or best.objective <= other.objective else other
+def _better(best: Partition | None, other: Partition | None) -> Partition | None:
+    if best is None or other is None:
+        return best or other
+    return best if best.objective <= other.objective else other
 
 
 def _aligned(step: SortedStep, group_N: np.ndarray, dp_degree: int, method: str) -> Partition | None:

@@ -32,9 +32,9 @@ from harts_titan.tree.work import Placement, measure
 _SWAPS, _CELL_MOVES, _MOVES = 12, 200, 450
 # First bound on what such a change may add, in mean costs of a trajectory.
 _SWAP_HEAT, _CELL_HEAT, _HEAT = 0.3, 0.1, 0.06
-# Weight of equal cells against a small sum of their tries, when they are cut and later; and of complete rows, which
-# capacity makes scarce.
-_CUT_BALANCE, _BALANCE, _COMPLETE = 20.0, 2.0, 0.4
+# Weight of equal cells against a small sum of their tries: when they are cut, and later over the square root of the
+# replicas, for the more there are the more trees equal cells cut. Weight of complete rows, which capacity makes scarce.
+_CUT_BALANCE, _BALANCE, _COMPLETE = 20.0, 5.6, 0.4
 # Share of its capacity that a consumer may need when cells are made; share of the rows too many above which packing
 # gives up at once; exchanges it tries otherwise.
 _FILL, _HOPELESS, _TRIALS = 0.88, 0.005, 4000
@@ -75,12 +75,13 @@ def place_step(
     leaf_N = np.cumsum(bearing_N) - bearing_N
     bounds = (leaves.length_N, leaves.minimum_LN, float(capacity), _pair(cost))
     num_slots = partition.num_groups // dp_degree
+    balance = _BALANCE / dp_degree**0.5
 
     def finish(sizes_W: np.ndarray, cell_N: np.ndarray, label_N: np.ndarray, seed: int) -> Placement:
         consumers_C = np.tile(sizes_W, dp_degree)
         moves = _MOVES * cell_N.size
         cost_C = search_cells(
-            cell_N, label_N, consumers_C, *bounds, moves, False, _BALANCE, _HEAT, _COMPLETE, 0.0, 0.0, seed
+            cell_N, label_N, consumers_C, *bounds, moves, False, balance, _HEAT, _COMPLETE, 0.0, 0.0, seed
         )
         # Cells of equal size and similar cost share a window: it waits for the slowest.
         cells_WD = np.lexsort((np.arange(cost_C.size), -cost_C, -consumers_C)).reshape(-1, dp_degree)
@@ -92,7 +93,7 @@ def place_step(
         consumers_C = np.tile(sizes_W, dp_degree)
         cell_N, label_N = _deal(partition.group_N[bearing_N], consumers_C)
         swaps = _SWAPS * cell_N.size
-        search_cells(cell_N, label_N, consumers_C, *bounds, swaps, True, _BALANCE, _SWAP_HEAT, 0.0, 0.0, 0.0, seed)
+        search_cells(cell_N, label_N, consumers_C, *bounds, swaps, True, balance, _SWAP_HEAT, 0.0, 0.0, 0.0, seed)
         return [finish(sizes_W, cell_N, label_N, seed)]
 
     def from_cells(seed: int) -> list[Placement]:
@@ -101,7 +102,7 @@ def place_step(
             if sizes_W.size > window_sizes(num_slots, max_window_slots).size:
                 break
             consumers_C = np.tile(sizes_W, dp_degree)
-            packed = _cells_first(leaves, consumers_C, capacity=capacity, pair=_pair(cost), seed=seed)
+            packed = _cells_first(leaves, consumers_C, capacity=capacity, pair=_pair(cost), balance=balance, seed=seed)
             if packed is not None:
                 return [finish(sizes_W, *packed, seed)]
         return []
@@ -147,7 +148,7 @@ def window_sizes(num_slots: int, max_window_slots: int) -> np.ndarray:
 
 
 def _cells_first(
-    leaves: SortedStep, consumers_C: np.ndarray, *, capacity: int, pair: float, seed: int
+    leaves: SortedStep, consumers_C: np.ndarray, *, capacity: int, pair: float, balance: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return cell and consumer of each trajectory, or None where the trajectories do not fit the consumers found."""
     if leaves.num_trajectories < consumers_C.sum():
@@ -162,7 +163,7 @@ def _cells_first(
         *anything,
         moves,
         False,
-        _BALANCE,
+        balance,
         _CELL_HEAT,
         0.0,
         float(capacity),
@@ -179,7 +180,7 @@ def _cells_first(
         float(capacity),
         pair,
         _TRIALS,
-        _BALANCE,
+        balance,
         _HOPELESS,
         seed,
     )

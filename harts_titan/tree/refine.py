@@ -210,7 +210,7 @@ def _price(groups, prices):
 
 @kernel
 def _draw_leaf(groups, move):
-    """Return any leaf of a part of the sorted order that moves on, so that large steps stay in the processor's cache."""
+    """Return any leaf of a part of the sorted order that moves on: a large step stays in the processor's cache."""
     m = groups.leaf_M6.shape[0]
     if m <= _PART:
         return draw(groups, m)
@@ -250,15 +250,15 @@ def _ruin(groups, removed_M5, move):
 
 @kernel
 def _partner(groups, x, move):
-    """Return a leaf of another group: the nearest on one side, or any leaf."""
+    """Return a leaf to pair with ``x``: the nearest of another group on one side, or any leaf."""
     m = groups.leaf_M6.shape[0]
     way = draw(groups, 4) - 1
     if way == -1 or way == 1:
         y = x + way
-        while 0 <= y < m and groups.leaf_M6[y, GROUP] == groups.leaf_M6[x, GROUP]:
+        while 0 <= y < m and abs(y - x) <= _LARGEST_GROUP:
+            if groups.leaf_M6[y, GROUP] != groups.leaf_M6[x, GROUP]:
+                return y
             y += way
-        if 0 <= y < m:
-            return y
     return _draw_leaf(groups, move)
 
 

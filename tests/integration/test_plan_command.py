@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -155,11 +154,13 @@ def test_unlimited_windows(tmp_path, step):
 
 
 def test_costs_of_models_and_files(tmp_path, step):
-    tiny = figures(tmp_path, step, *SMALL)
+    tiny = figures(tmp_path, step, *SMALL, "--model", "ling")
     flash = figures(tmp_path, step, *SMALL, "--model", "ling", "--flavor", "flash")
     assert "tiny" in tiny["cost"]["source"] and flash["cost"]["forward_row"] > tiny["cost"]["forward_row"]
     rows = figures(tmp_path, step, *SMALL, "--model", "rows")
-    assert rows["cost"] == asdict(PlanCost()) and rows["interface_bytes"] == 0 < tiny["interface_bytes"]
+    assert rows["cost"]["forward_row"] == 1 and rows["cost"]["forward_pair"] == rows["cost"]["head_forward_row"] == 0
+    assert rows["cost"] == figures(tmp_path, step, *SMALL)["cost"]
+    assert rows["cost"]["handed_state_bytes"] == tiny["cost"]["handed_state_bytes"] and rows["interface_bytes"] > 0
     PlanCost(forward_row=3, row_alignment=16).save(tmp_path / "cost.json")
     own = figures(tmp_path, step, *SMALL, "--cost", tmp_path / "cost.json")
     assert own["cost"]["forward_row"] == 3 and own["row_alignment"] == 16
