@@ -12,7 +12,7 @@ import numba
 import numpy as np
 
 from harts_titan.tree.sorted_step import common_prefix
-from harts_titan.tree.trie_sets import cell_cost, change, draw, gather, merge
+from harts_titan.tree.trie_sets import cell_cost, change, draw, find, gather, merge
 
 _FAR = 256
 """Sorted places within which a neighbour is looked for."""
@@ -156,9 +156,9 @@ def _pack(member, label, n, consumers, capacity, moves, heat, length_N, minimum_
         if grown_a + grown_b + 5.0 * more > heat * (moves - move) / moves:
             continue
         for i in range(num_out):
-            label[np.searchsorted(member[:n], out[i])] = b
+            label[find(member, n, out[i])] = b
         for i in range(num_back):
-            label[np.searchsorted(member[:n], back[i])] = a
+            label[find(member, n, back[i])] = a
         size[a] += num_back - num_out
         size[b] += num_out - num_back
         complete[a] += grown_a

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from harts_titan.tree.trie_sets import cell_cost, change, draw, gather, merge, rows_needed
+from harts_titan.tree.trie_sets import cell_cost, change, draw, find, gather, merge, rows_needed
 
 _FAR = 256
 """Sorted places within which a neighbour is looked for: related trajectories are close."""
@@ -97,9 +97,9 @@ def search_cells(
             excess[c] = max(0.0, need - fill * consumers_C[c])
     for move in range(moves):
         x = draw(random) % num_places
-        if draw(random) % 4 < 3:
+        if draw(random) % 16 < 15:
             far = 1
-            while far < _FAR and draw(random) % 8 > 0:
+            while far < _FAR and draw(random) % 24 > 0:
                 far += 1
             y = x + far if draw(random) % 2 == 0 else x - far
             if y < 0 or y >= num_places:
@@ -157,9 +157,9 @@ def search_cells(
             continue
         if a == b:
             for i in range(num_out):
-                label[a, np.searchsorted(member[a, : count[a]], out[i])] = kb
+                label[a, find(member[a], count[a], out[i])] = kb
             for i in range(num_back):
-                label[a, np.searchsorted(member[a, : count[a]], back[i])] = ka
+                label[a, find(member[a], count[a], back[i])] = ka
         else:
             count[a] = merge(member[a], label[a], count[a], out, num_out, back, num_back, ka, buffer_m, buffer_l)
             member[a, : count[a]], label[a, : count[a]] = buffer_m[: count[a]], buffer_l[: count[a]]

@@ -94,7 +94,8 @@ def _log2(n):
     return k
 
 
-@numba.njit(cache=True)
+# It allocates nothing, and counting references to the table would take most of its time.
+@numba.njit(cache=True, _nrt=False)
 def common_prefix(minimum_LN, i, j):
     """Return the tokens that sorted places ``i < j`` have in common (compiled; for use in compiled loops).
 

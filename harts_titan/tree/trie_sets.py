@@ -12,6 +12,22 @@ import numpy as np
 
 from harts_titan.tree.sorted_step import common_prefix
 
+# These functions allocate nothing. Counting references to their arrays would take most of their time.
+_compiled = numba.njit(cache=True, nogil=True, _nrt=False)
+
+
+@_compiled
+def find(member, n, x):
+    """Return the number of members before ``x``."""
+    low, high = 0, n
+    while low < high:
+        middle = (low + high) // 2
+        if member[middle] < x:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
 
 @numba.njit(cache=True, nogil=True, inline="always")
 def draw(random):
@@ -25,13 +41,13 @@ def _cost(depth, pair):
     return depth + pair * (0.5 * depth * (depth + 1))
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def gather(member, label, n, consumer, x, reach, minimum_LN, out):
     """Write the members of ``consumer`` that form a subtree around ``x``; return their number.
 
     It is the largest subtree that leaves out the members ``reach`` away on either side.
     """
-    at = np.searchsorted(member[:n], x)
+    at = find(member, n, x)
     # Members of the consumer to the left, nearest first, then to the right.
     left, i = 0, at - 1
     while i >= 0 and left < reach:
@@ -62,13 +78,13 @@ def gather(member, label, n, consumer, x, reach, minimum_LN, out):
     return size
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def _shared_after(member, label, n, consumer, skip, num_skip, add, num_add, minimum_LN, pair):
     """Return what inserting ``add`` into a sorted set saves: the gain of ``sum H(common prefix of neighbours)``.
 
     The set is the cell's members (``consumer < 0``) or one consumer's, without ``skip``.
     """
-    at = np.searchsorted(member[:n], add[0])
+    at = find(member, n, add[0])
     before, i = -1, at - 1
     s = num_skip - 1
     while s >= 0 and skip[s] >= add[0]:
@@ -108,7 +124,7 @@ def _shared_after(member, label, n, consumer, skip, num_skip, add, num_add, mini
         i += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def change(member, label, n, consumer, out, num_out, inn, num_inn, length_N, minimum_LN, pair):
     """Return by how much the cost of a sorted set grows when ``out`` leaves and ``inn`` enters."""
     delta = 0.0
@@ -123,7 +139,7 @@ def change(member, label, n, consumer, out, num_out, inn, num_inn, length_N, min
     return delta
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def merge(member, label, n, out, num_out, inn, num_inn, consumer, new_member, new_label):
     """Write a set without ``out`` and with ``inn`` under ``consumer`` to new arrays; return its size."""
     i, r, a, size = 0, 0, 0, 0
@@ -142,7 +158,7 @@ def merge(member, label, n, out, num_out, inn, num_inn, consumer, new_member, ne
     return size
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def cell_cost(member, label, n, consumer, length_N, minimum_LN, pair):
     """Return the cost of a cell's trie (``consumer < 0``) or of one consumer's, in rows."""
     total, last = 0.0, -1
@@ -155,7 +171,7 @@ def cell_cost(member, label, n, consumer, length_N, minimum_LN, pair):
     return total
 
 
-@numba.njit(cache=True, nogil=True)
+@_compiled
 def rows_needed(member, n, capacity, length_N, minimum_LN, end, below):
     """Return complete rows that microbatches of ``capacity`` need at least for a set: the bound of HARTS A.1 by node.
 
