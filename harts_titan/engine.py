@@ -34,7 +34,7 @@ from torchtitan.tools.utils import device_type, set_default_dtype
 
 from harts_titan.data import RolloutBatch, apply_overlong, check_vocabulary, label_aligned, token_aligned
 from harts_titan.models.common.router_losses import update_expert_bias
-from harts_titan.models.train_specs import hugging_face_format, model_args_of
+from harts_titan.models.train_specs import hugging_face_format, model_args_of, plan_cost_of
 from harts_titan.ops import OpsBackends
 from harts_titan.planning import StepPlanner, make_plan
 from harts_titan.rl import (
@@ -105,6 +105,8 @@ class Engine:
         self.dp_degree = dp_degree
         self.dp_group = dp_group
         self.objective = build_objective(config.rl)
+        self.plan_cost = plan_cost_of(config, model.model_args)
+        """What plans are compared by: from ``tree.cost_file`` or the model's sizes."""
         self.backends = OpsBackends(**vars(config.ops))
         self.runner = StepRunner(
             model,
@@ -406,6 +408,7 @@ class Engine:
             # A model without a short convolution has no taps; the plan then lists each row itself.
             "num_taps": getattr(self.model.model_args, "num_taps", 1),
             "validate": tree.validate,
+            "cost": self.plan_cost,
         }
 
     def _columns(self, batch: RolloutBatch) -> set[str]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from harts_titan.tree.compiled import kernel
 from harts_titan.tree.groups import (
     GROUP,
     HEAD,
@@ -17,7 +18,6 @@ from harts_titan.tree.groups import (
     cheapest,
     empty_groups,
     insert,
-    kernel,
     put_back,
     remove,
     settle,

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
+from harts_titan.tree.compiled import kernel
 from harts_titan.tree.sorted_step import SortedStep, common_prefix
-
-# These functions allocate nothing, so they do without reference counts, which would take four fifths of their time.
-kernel = numba.njit(cache=True, _nrt=False)
 
 _NUM_BUCKETS = 64
 # Leaves on either side that are looked at for a group that shares much; beyond, only free capacity counts.

@@ -252,8 +252,8 @@ def _level(
 
     work = measure(step, Placement(replica_N, slot_N, window_ptr_W1, shared_N), dp_degree)
     unit = max(1, cost.forward_row + cost.backward_row)
-    consumer_JD = sum(work.consumer_costs(cost)) / unit
-    producer_WD = sum(work.producer_costs(cost)) / unit
+    consumer_JD = np.add(*work.consumer_costs(cost)) / unit
+    producer_WD = np.add(*work.producer_costs(cost)) / unit
     load_D = np.zeros(dp_degree)
     for w, places in enumerate(place_WD):
         slots = slice(window_ptr_W1[w], window_ptr_W1[w + 1])

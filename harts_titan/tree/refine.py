@@ -10,10 +10,11 @@ whether it stays. The idea is slack induction by string removals from vehicle ro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from harts_titan.tree.compiled import kernel
 from harts_titan.tree.groups import (
     GROUP,
     HEAD,
@@ -26,7 +27,6 @@ from harts_titan.tree.groups import (
     draw,
     empty_groups,
     fill,
-    kernel,
     put_back,
     remove,
     settle,
@@ -67,8 +67,8 @@ def refine(
     common = int(leaves.lcp_N[1:].min())
     # Temperatures in proportion to the capacity.
     hot, warm, cool, cold = (max(1, capacity * part // 65536) for part in (2000, 1000, 50, 20))
-    scale = {"leaves": leaves, "capacity": capacity}
-    prices = {"excess": max(1, capacity // 8), "deficit": common}
+    scale: dict[str, Any] = {"leaves": leaves, "capacity": capacity}
+    prices: dict[str, Any] = {"excess": max(1, capacity // 8), "deficit": common}
     first, second = moves // 4, moves // 2
     group_M = anneal(**scale, group_M=group_M, moves=first, hot=hot, cold=warm, fullness=100, seed=1)
     count = int(group_M.max()) + 1

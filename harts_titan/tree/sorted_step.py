@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numba
 import numpy as np
 
+from harts_titan.tree.compiled import kernel
 from harts_titan.tree.sorting import sort_trajectories
 
 
@@ -94,8 +95,7 @@ def _log2(n):
     return k
 
 
-# It allocates nothing, and counting references to the table would take most of its time.
-@numba.njit(cache=True, _nrt=False)
+@kernel
 def common_prefix(minimum_LN, i, j):
     """Return the tokens that sorted places ``i < j`` have in common (compiled; for use in compiled loops).
 

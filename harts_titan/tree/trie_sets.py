@@ -10,13 +10,11 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from harts_titan.tree.compiled import kernel
 from harts_titan.tree.sorted_step import common_prefix
 
-# These functions allocate nothing. Counting references to their arrays would take most of their time.
-_compiled = numba.njit(cache=True, nogil=True, _nrt=False)
 
-
-@_compiled
+@kernel
 def find(member, n, x):
     """Return the number of members before ``x``."""
     low, high = 0, n
@@ -41,7 +39,7 @@ def _cost(depth, pair):
     return depth + pair * (0.5 * depth * (depth + 1))
 
 
-@_compiled
+@kernel
 def gather(member, label, n, consumer, x, reach, minimum_LN, out):
     """Write the members of ``consumer`` that form a subtree around ``x``; return their number.
 
@@ -78,7 +76,7 @@ def gather(member, label, n, consumer, x, reach, minimum_LN, out):
     return size
 
 
-@_compiled
+@kernel
 def _shared_after(member, label, n, consumer, skip, num_skip, add, num_add, minimum_LN, pair):
     """Return what inserting ``add`` into a sorted set saves: the gain of ``sum H(common prefix of neighbours)``.
 
@@ -124,7 +122,7 @@ def _shared_after(member, label, n, consumer, skip, num_skip, add, num_add, mini
         i += 1
 
 
-@_compiled
+@kernel
 def change(member, label, n, consumer, out, num_out, inn, num_inn, length_N, minimum_LN, pair):
     """Return by how much the cost of a sorted set grows when ``out`` leaves and ``inn`` enters."""
     delta = 0.0
@@ -139,7 +137,7 @@ def change(member, label, n, consumer, out, num_out, inn, num_inn, length_N, min
     return delta
 
 
-@_compiled
+@kernel
 def merge(member, label, n, out, num_out, inn, num_inn, consumer, new_member, new_label):
     """Write a set without ``out`` and with ``inn`` under ``consumer`` to new arrays; return its size."""
     i, r, a, size = 0, 0, 0, 0
@@ -158,7 +156,7 @@ def merge(member, label, n, out, num_out, inn, num_inn, consumer, new_member, ne
     return size
 
 
-@_compiled
+@kernel
 def cell_cost(member, label, n, consumer, length_N, minimum_LN, pair):
     """Return the cost of a cell's trie (``consumer < 0``) or of one consumer's, in rows."""
     total, last = 0.0, -1
@@ -171,7 +169,7 @@ def cell_cost(member, label, n, consumer, length_N, minimum_LN, pair):
     return total
 
 
-@_compiled
+@kernel
 def rows_needed(member, n, capacity, length_N, minimum_LN, end, below):
     """Return complete rows that microbatches of ``capacity`` need at least for a set: the bound of HARTS A.1 by node.
 
