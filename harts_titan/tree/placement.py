@@ -39,9 +39,8 @@ _CUT_BALANCE, _BALANCE, _COMPLETE = 20.0, 5.6, 0.4
 # gives up at once; exchanges it tries otherwise.
 _FILL, _HOPELESS, _TRIALS = 0.88, 0.005, 4000
 # Level 1 scatters trees where it fills microbatches to this share of all capacity, with more than so many leaves each.
-# Cells then get more slots: these numbers are tried, at most a fifth of Level 1's, and only where windows have room.
-_FULL, _MANY_LEAVES = 0.92, 3
-_MORE_SLOTS = (2, 3)
+# Cells then get up to a fifth more slots.
+_FULL, _MANY_LEAVES, _MANY_WINDOWS = 0.92, 3, 8
 _SEEDS = (1, 2)
 
 
@@ -99,8 +98,6 @@ def place_step(
     def from_cells(seed: int) -> list[Placement]:
         for slots in slots_tried:
             sizes_W = window_sizes(slots, max_window_slots)
-            if sizes_W.size > window_sizes(num_slots, max_window_slots).size:
-                break
             consumers_C = np.tile(sizes_W, dp_degree)
             packed = _cells_first(leaves, consumers_C, capacity=capacity, pair=_pair(cost), balance=balance, seed=seed)
             if packed is not None:
@@ -109,7 +106,7 @@ def place_step(
 
     full = int(partition.rows_K.sum()) > _FULL * capacity * partition.num_groups
     scattered = full and leaves.num_trajectories > _MANY_LEAVES * partition.num_groups
-    slots_tried = sorted({num_slots + min(more, num_slots // 5) for more in _MORE_SLOTS}) if scattered else [num_slots]
+    slots_tried = _slots_tried(num_slots, max_window_slots) if scattered else [num_slots]
     # The searches release the interpreter lock. The result does not depend on which thread ends first.
     with ThreadPoolExecutor(2) as pool:
         searches = [
@@ -145,6 +142,16 @@ def window_sizes(num_slots: int, max_window_slots: int) -> np.ndarray:
     """
     windows = -(-num_slots // max_window_slots) if max_window_slots else 1
     return np.array([num_slots // windows + (w < num_slots % windows) for w in range(windows)], np.int64)
+
+
+def _slots_tried(num_slots: int, max_window_slots: int) -> list[int]:
+    """Return numbers of slots for cells that are cut first, with hardly more windows than Level 1's slots need."""
+    windows = window_sizes(num_slots, max_window_slots).size
+    most = max_window_slots * (windows + windows // 8) if max_window_slots else 2 * num_slots
+    more = {min(least, num_slots // 5) for least in (max(2, num_slots // 8), max(3, num_slots // 5))}
+    slots = sorted({min(num_slots + extra, most) for extra in more})
+    # Of many cells one hardly ever fits: a second attempt is not worth its time.
+    return slots[-1:] if windows > _MANY_WINDOWS else slots
 
 
 def _cells_first(
