@@ -128,3 +128,7 @@ def main(argv: Sequence[str]) -> int:
 def entry() -> None:
     """Console script."""
     sys.exit(common.run(main))
+
+
+if __name__ == "__main__":
+    entry()

@@ -379,3 +379,7 @@ def plot(path: str, plan: StepPlan, tokens: np.ndarray, offsets: np.ndarray, *, 
 def entry() -> None:
     """Console script."""
     sys.exit(common.run(main))
+
+
+if __name__ == "__main__":
+    entry()
