@@ -225,7 +225,7 @@ def _cost(options: argparse.Namespace) -> PlanCost:
     if model != _ROWS:
         return plan_cost(model, options.flavor or _FLAVOR, chunk_size=options.chunk_size)
     if options.flavor:
-        raise ValueError(f"--flavor has no effect with --model {_ROWS}")
+        raise ValueError(f"--flavor has no effect with --model {_ROWS}, which is the default; name a model")
     # What a producer keeps has a size even where only rows are counted.
     sizes = plan_cost(_MODEL, _FLAVOR, chunk_size=options.chunk_size)
     return PlanCost(

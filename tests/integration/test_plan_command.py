@@ -416,7 +416,7 @@ def test_memory_figures():
         (["--model", "rows", "--flavor", "tiny"], ("--flavor", "--model rows")),
         (["--cost", "absent.json"], ("absent.json",)),
         (["--model", "nosuch"], ("nosuch",)),
-        (["--flavor", "nosuch"], ("nosuch", "tiny")),
+        (["--model", "ling", "--flavor", "nosuch"], ("nosuch", "tiny")),
         (["--dp", "0"], ("--dp (0)",)),
         (["--capacity", "0"], ("--capacity (0)",)),
         (["--chunk-size", "0"], ("--chunk-size (0)",)),

@@ -46,7 +46,11 @@ def trace(mode: str, rl: ObjectiveConfig, scope: str) -> tuple[list[dict[str, fl
         rl=rl,
         moe=Moe(z_loss_coef=1e-2, load_balance_coef=1e-1, load_balance_scope=scope, expert_bias_rate=1e-2),
         ops=Ops(),
-        training=SimpleNamespace(max_norm=1.0),
+        training=SimpleNamespace(max_norm=1.0, mixed_precision_param="float32"),
+        # Read for the cost of plans.
+        model=SimpleNamespace(name="ling", flavor="debug"),
+        parallelism=SimpleNamespace(tensor_parallel_degree=1),
+        activation_checkpoint=SimpleNamespace(mode="none"),
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     engine = Engine(model, config, device="cpu", optimizers=optimizer)
