@@ -23,9 +23,10 @@ from harts_titan.rl import ObjectiveConfig
 class Tree:
     """How the trajectories of a step are shared and packed (HARTS 3.2, 3.3)."""
 
-    mode: Literal["compact", "nodewise", "expanded"] = "compact"
+    mode: Literal["compact", "nodewise", "depthwise", "expanded"] = "compact"
     """compact: each distinct prefix of a microbatch once. expanded: every trajectory on its own, the baseline with the
-    same microbatch membership. nodewise: compact rows, linear attention one call per tree node (ablation)."""
+    same microbatch membership. nodewise: compact rows, linear attention one call per tree node; depthwise: one per
+    depth of the tree (ablations: final states are handed over, nothing is replayed)."""
 
     max_tokens: int = 65536
     """Capacity of a microbatch in compact rows (tokens)."""

@@ -1,6 +1,6 @@
 """``harts-verify CONFIG``: does shared execution give every trajectory what it would have had alone?
 
-The same steps run three times with the same weights: as configured (``compact`` or ``nodewise``), expanded, and
+The same steps run three times with the same weights: as configured (any mode that shares), expanded, and
 expanded again but packed differently (trajectories in reverse order, half the rows per call). The third run gives the
 baseline's own re-run error, the measure for 16-bit types. No optimizer step is taken.
 """
@@ -270,7 +270,7 @@ def main(argv: Sequence[str]) -> int:
     fixed = ["--activation_checkpoint.mode", "none", "--rl.mini_batches", "1"]
     config = load_config(options.config, [*common.config_overrides(options), *overrides, *fixed])
     if config.tree.mode == "expanded":
-        raise ValueError("tree.mode = 'expanded' has nothing to verify; use 'compact' or 'nodewise'")
+        raise ValueError("tree.mode = 'expanded' has nothing to verify; use 'compact', 'nodewise' or 'depthwise'")
     dtype = options.dtype or config.training.mixed_precision_param
     engine = Engine.from_config(config, hf_dir=options.hf_dir, dtype=dtype, with_optimizer=False)
     dataset = dataset_from_config(config, vocab_size=engine.vocab_size)

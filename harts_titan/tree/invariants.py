@@ -40,7 +40,7 @@ class ProducerCall:
     Attributes:
         prefix_N: int64 tokens of each trajectory that the call computes.
         export_H: int64 exports that consumers take.
-        cut_row_H: int64 rows after which a state is handed over: in mode ``nodewise`` a segment ends there.
+        cut_row_H: int64 rows after which a state is handed over: where chunk grids restart a segment ends there.
     """
 
     prefix_N: np.ndarray
@@ -88,7 +88,7 @@ def check_call(
         tokens: int32 (S,) token ids of the step.
         offsets: int64 (N+1,) trajectory bounds.
         chunk_size: tokens in a linear-attention chunk.
-        mode: ``compact``, ``nodewise`` or ``expanded``.
+        mode: ``compact``, ``nodewise``, ``depthwise`` or ``expanded``.
         where: name of the call in messages.
         external: the producer's interface rows, if the call attaches to one.
         made: set for the call of a producer.
@@ -248,7 +248,7 @@ def _check_segments(call: Arrays, mode: str, made: ProducerCall | None, where: s
     require(call["seg_depth_V"] == depth, "depth counts the forks above", where, "segment")
     if mode != "expanded":
         children = np.bincount(parent[parent >= 0], minlength=parent.size)
-        cut = made.cut_row_H if made is not None and mode == "nodewise" else np.zeros(0, np.int64)
+        cut = made.cut_row_H if made is not None and mode != "compact" else np.zeros(0, np.int64)
         require((children != 1) | np.isin(row + length - 1, cut), name, where, "only child below segment")
 
 
@@ -311,6 +311,8 @@ def _check_packing(call: Arrays, chunk_size: int, mode: str, where: str) -> None
     require(call["seg_continues_V"] == continues, "segments run in their sequence and round", where, "continuation of")
     if mode != "compact":
         require(~continues, f"a {mode} sequence is one segment", where, "segment")
+    if mode == "depthwise":
+        require(call["seg_round_V"] == call["seg_depth_V"], "a round is a depth of the tree", where, "segment")
     rounds = {"expanded": 1, "nodewise": first.size}.get(mode, ptr.size - 1)
     if ptr.size - 1 != rounds:
         fail("rounds are contiguous", where, f"{ptr.size - 1} rounds in mode {mode}, must be {rounds}")

@@ -197,7 +197,7 @@ def _check_forest(step: _Step, item: _Item) -> None:
     for v in np.flatnonzero(np.bincount(part["segment_parent_G"] + 1, minlength=1)[1:] == 1).tolist():
         end = start[v] + length[v]
         cut = any(at == end and step.agree(x, trajectory[v], end) for x, at in cuts)
-        if step.mode != "nodewise" or not cut:
+        if step.mode == "compact" or not cut:
             fail("segments are the maximal fork-free paths", where, f"segment {v} has an only child")
 
 
@@ -211,6 +211,12 @@ def _check_rounds(step: _Step, item: _Item) -> None:
     expected = {"expanded": min(1, len(rounds)), "nodewise": len(rounds)}.get(step.mode, item.rounds)
     if item.rounds != expected or (step.mode != "compact" and any(continues)):
         fail("rounds are contiguous", where, f"{item.rounds} rounds in mode {step.mode}, must be {expected}")
+    if step.mode == "depthwise":
+        depth: list[int] = []
+        for v, p in enumerate(parent):
+            depth.append(depth[p] + 1 if p >= 0 else 0)
+            if rounds[v] != depth[v]:
+                fail("a round is a depth of the tree", where, f"segment {v} at depth {depth[v]} in round {rounds[v]}")
     for v in range(len(parent)):
         wanted = start[v] % step.chunk_size if step.mode == "compact" and not continues[v] else 0
         if replay[v] != wanted:

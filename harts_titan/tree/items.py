@@ -14,7 +14,7 @@ import numba
 import numpy as np
 
 from harts_titan.tree.forest import Forest, build_forest
-from harts_titan.tree.layout import number_sequences, plan_forest_rounds
+from harts_titan.tree.layout import RESTARTING, number_sequences, plan_forest_rounds
 from harts_titan.tree.rounds import RoundPlan
 from harts_titan.tree.sorted_step import SortedStep, common_prefix
 from harts_titan.tree.work import Placement
@@ -74,15 +74,15 @@ def plan_items(
     """Plan every work item of a step.
 
     A consumer's root at position ``p > 0`` continues a prefix of its producer. It needs the state at the last chunk
-    boundary ``a(p)`` and replays ``[a(p), p)``; in mode ``nodewise``, which replays nothing, it needs the state at
-    ``p`` itself, so the producer's segments are cut there.
+    boundary ``a(p)`` and replays ``[a(p), p)``; modes ``nodewise`` and ``depthwise``, which replay nothing, need the
+    state at ``p`` itself, so the producer's segments are cut there.
 
     Args:
         step: sorted trajectories.
         placement: where they run and what producers compute.
         dp_degree: number of replicas.
         chunk_size: tokens in a linear-attention chunk.
-        mode: ``compact`` or ``nodewise``.
+        mode: ``compact``, ``nodewise`` or ``depthwise``.
 
     Returns:
         consumers: in the order ``slot * dp_degree + replica``.
@@ -239,7 +239,7 @@ def _producer(
     roots = [np.flatnonzero((item.forest.parent_V < 0) & (item.forest.start_V > 0)) for item in consumers]
     start = [item.forest.start_V[v] for item, v in zip(consumers, roots, strict=True)]
     above = [h[item.forest.source_V[v]] for item, h, v in zip(consumers, hosts, roots, strict=True)]
-    if mode == "nodewise":
+    if mode in RESTARTING:
         forest = cut_segments(forest, np.concatenate(above), np.concatenate(start))
     else:
         start = [p // chunk_size * chunk_size for p in start]

@@ -20,7 +20,9 @@ from harts_titan.tree import row_kernels as rk
 from harts_titan.tree.forest import Forest
 from harts_titan.tree.rounds import RoundPlan, plan_rounds
 
-MODES = ("compact", "nodewise", "expanded")
+MODES = ("compact", "nodewise", "depthwise", "expanded")
+RESTARTING = ("nodewise", "depthwise")
+"""Modes whose chunk grid restarts at every segment: final states are handed over, nothing is replayed."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +59,9 @@ def plan_forest_rounds(forest: Forest, *, chunk_size: int, mode: str) -> RoundPl
     Args:
         forest: segments of the work item; where a root starts behind position 0, a producer hands its state over.
         chunk_size: tokens in a linear-attention chunk.
-        mode: ``compact`` (fewest rounds, with replay), ``nodewise`` (a round per segment, no replay) or ``expanded``
-            (one round of whole trajectories; the forest has only roots).
+        mode: ``compact`` (fewest rounds, with replay), ``nodewise`` (a round per segment, no replay), ``depthwise`` (a
+            round per depth of the tree, no replay) or ``expanded`` (one round of whole trajectories; the forest has
+            only roots).
 
     Returns:
         The plan of ``plan_rounds`` for ``compact``, its trivial counterpart otherwise.
@@ -73,6 +76,9 @@ def plan_forest_rounds(forest: Forest, *, chunk_size: int, mode: str) -> RoundPl
         return plan_rounds(forest.parent_V, forest.length_V, chunk_size, root_start_V)
     if mode == "nodewise":
         return RoundPlan(num_segments, np.arange(num_segments), np.zeros(num_segments, bool), none)
+    if mode == "depthwise":
+        # A parent is one fork higher, so every depth up to the largest has a segment.
+        return RoundPlan(int(forest.depth_V.max(initial=-1)) + 1, forest.depth_V, np.zeros(num_segments, bool), none)
     if mode == "expanded":
         if (forest.parent_V >= 0).any():
             raise ValueError("mode 'expanded' takes whole trajectories, each a root of its own")
@@ -103,8 +109,8 @@ def build_layout(
         trajectory_N: int64 indices of the call's trajectories in the step batch; fixes the order of positions.
         chunk_size: tokens in a linear-attention chunk.
         num_taps: width of the short convolution.
-        restart_chunks: True if every sequence starts a chunk grid of its own at its first token (mode ``nodewise``),
-            False if sequences start on the absolute chunk grid and replay.
+        restart_chunks: True if every sequence starts a chunk grid of its own at its first token
+            (:data:`RESTARTING`), False if sequences start on the absolute chunk grid and replay.
         attachment: the producer hung on, if any.
         handed_E: states that a producer hands over, exported beside those its own sequences start from: int64 segment
             that makes each, and the tokens of its path before it.

@@ -78,7 +78,7 @@ class StepPlan:
     """The immutable plan of one training step.
 
     Attributes:
-        mode: ``compact``, ``nodewise`` or ``expanded``.
+        mode: ``compact``, ``nodewise``, ``depthwise`` or ``expanded``.
         chunk_size: tokens in a linear-attention chunk.
         capacity: compact rows a complete consumer may have, and rows a producer may have.
         call_capacity: rows at which an ``expanded`` call is closed; equal to ``capacity`` in other modes.

@@ -14,7 +14,7 @@ from harts_titan.tree.cost import PlanCost
 from harts_titan.tree.events import stage_events
 from harts_titan.tree.handover import hand_over
 from harts_titan.tree.items import WorkItem, expanded_item, plan_items
-from harts_titan.tree.layout import MODES, build_layout, expanded_forests, plan_forest_rounds
+from harts_titan.tree.layout import MODES, RESTARTING, build_layout, expanded_forests, plan_forest_rounds
 from harts_titan.tree.partition import Partition, partition_step
 from harts_titan.tree.placement import alone, place_step
 from harts_titan.tree.plan import StepPlan, nested
@@ -55,7 +55,7 @@ def plan_step(
         chunk_size: tokens in a linear-attention chunk.
         num_taps: width of the short convolution.
         dp_degree: data-parallel replicas; every one gets the same number of consumers.
-        mode: ``compact``, ``nodewise`` or ``expanded``.
+        mode: ``compact``, ``nodewise``, ``depthwise`` or ``expanded``.
         call_capacity: mode ``expanded`` only: rows at which a call is closed (default ``capacity``). A trajectory
             longer than this gets a call of its own.
         reverse: mode ``expanded`` only: pack the trajectories of a consumer in reverse order.
@@ -283,7 +283,7 @@ class _Packing:
             item.trajectory_N,
             chunk_size=self.chunk_size,
             num_taps=self.num_taps,
-            restart_chunks=self.mode == "nodewise",
+            restart_chunks=self.mode in RESTARTING,
             **options,
         )
 

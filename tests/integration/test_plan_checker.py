@@ -55,13 +55,15 @@ def planned(folder: Path, inputs: list[Path], *arguments: object) -> tuple[Path,
     return plan, out
 
 
-@pytest.mark.parametrize("options", [(), ("--windows", "off"), ("--planner", "l1"), ("--mode", "nodewise")])
+@pytest.mark.parametrize(
+    "options", [(), ("--windows", "off"), ("--planner", "l1"), ("--mode", "nodewise"), ("--mode", "depthwise")]
+)
 @pytest.mark.parametrize("dp", [1, 2, 3, 4])
 def test_plans_are_proven(tmp_path, dp, options):
     steps = [random_forest(dp + 4 * i, chunk_size=4, vocab_size=6, num_trajectories=30) for i in range(3)]
     inputs = write(tmp_path, [*steps, tasks(dp)])
     total = check(inputs, *planned(tmp_path, inputs, "--dp", dp, *SMALL, *options))
-    assert total["rounds_max"] > 1 and (total["replay_tokens"] > 0) == ("nodewise" not in options)
+    assert total["rounds_max"] > 1 and (total["replay_tokens"] > 0) == ("--mode" not in options)
     assert (
         (total["producers"] > 0)
         == (total["windows"] > 0)

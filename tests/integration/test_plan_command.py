@@ -137,7 +137,7 @@ def test_windows_off_and_planners(tmp_path, step):
     assert on["l1_tokens"] == off["l1_tokens"] == l1["l1_tokens"]
 
 
-@pytest.mark.parametrize("mode", ["compact", "nodewise", "expanded"])
+@pytest.mark.parametrize("mode", ["compact", "nodewise", "depthwise", "expanded"])
 def test_modes_are_validated(tmp_path, step, mode):
     found = figures(tmp_path, step, "--dp", 2, *SMALL, "--mode", mode, "--validate")
     assert found["mode"] == mode
@@ -200,7 +200,7 @@ def test_the_command_warms_up_and_measures_memory(tmp_path, step):
 # The plan file.
 
 
-@pytest.mark.parametrize("mode", ["compact", "nodewise"])
+@pytest.mark.parametrize("mode", ["compact", "nodewise", "depthwise"])
 def test_plan_file(tmp_path, mode):
     steps = [tree(0), tree(1)]
     files = [write_npz(tmp_path / f"step{i}.npz", x) for i, x in enumerate(steps)]

@@ -68,7 +68,7 @@ def run_ops(layout: CallLayout, rows: dict[str, Tensor], attention: str = "path"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", ["compact", "nodewise"])
+@pytest.mark.parametrize("mode", ["compact", "nodewise", "depthwise"])
 def test_ops_give_rows_outside_a_changed_branch_the_same_bits(mode, dtype):
     changed_rows = 0
     for seed in SEEDS:
@@ -112,7 +112,7 @@ def test_ops_give_what_is_left_the_same_bits_when_a_branch_is_removed(dtype):
                 assert torch.equal(after[name], before[name][source_T]), (seed, removed, name)
 
 
-@pytest.mark.parametrize("mode", ["compact", "nodewise"])
+@pytest.mark.parametrize("mode", ["compact", "nodewise", "depthwise"])
 def test_ops_leak_no_gradient_into_a_branch(mode):
     for seed in SEEDS:
         layout = layout_of(seed, mode=mode)
@@ -191,7 +191,7 @@ def test_model_trajectories_are_those_of_a_replanned_batch(config):
                 assert float((logprobs[1] - logprobs[0])[others].abs().max()) <= 1e-12, (seed, n)
 
 
-@pytest.mark.parametrize("mode", ["compact", "nodewise"])
+@pytest.mark.parametrize("mode", ["compact", "nodewise", "depthwise"])
 @pytest.mark.parametrize("config", [DENSE, SMALL], ids=["dense", "moe"])
 def test_model_leaks_no_gradient_into_a_branch(config, mode):
     model = build_model(config, oracle.random_weights(config, 3, decay=0.01))

@@ -26,7 +26,7 @@ from tests.numerics.harness import (
 from tests.oracle import ling as oracle
 
 CONFIGS = {"small": SMALL, "dense": DENSE, "five_layers": FIVE_LAYERS}
-MODES = ("compact", "nodewise", "expanded")
+MODES = ("compact", "nodewise", "depthwise", "expanded")
 
 
 def check(got, want):

@@ -1,4 +1,4 @@
-"""The ops on layouts of the real planner: compact, expanded and nodewise runs of the same trajectories agree."""
+"""The ops on layouts of the real planner: runs of the same trajectories in all modes agree."""
 
 import random
 
@@ -36,7 +36,7 @@ def test_modes_agree(seed):
     *inputs, A_log, dt_bias = kda_inputs(len(prefixes), seed=seed, dtype=torch.float32)
     weight = torch.randn(12, 4, generator=torch.Generator().manual_seed(seed))
     results = {}
-    for mode in ("compact", "expanded", "nodewise"):
+    for mode in ("compact", "expanded", "nodewise", "depthwise"):
         plan = plan_step(tokens, offsets, capacity=400, chunk_size=16, mode=mode)
         out = [torch.full((len(tokens), *shape), torch.nan) for shape in ((2, 5), (2, 5), (12,))]
         for call in (call for consumer in plan.consumers() for call in consumer.calls):
@@ -52,8 +52,10 @@ def test_modes_agree(seed):
                 total[call.source_position_S] = part[call.row_of_position_S]
         results[mode] = out
     compact, expanded, nodewise = results["compact"], results["expanded"], results["nodewise"]
+    # The same sequences from the same states; only which of them run together differs.
+    assert torch.equal(results["depthwise"][0], nodewise[0])
     assert torch.equal(compact[0], expanded[0])
     assert relative(nodewise[0], expanded[0]) < 1e-5
-    for run in (compact, nodewise):
+    for run in (compact, nodewise, results["depthwise"]):
         assert torch.equal(run[1], expanded[1])
         assert relative(run[2], expanded[2]) < 1e-6

@@ -36,7 +36,7 @@ def test_a_missing_section_names_the_module_that_brings_it(config, section):
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("tree.mode", "shared", r"tree.mode is 'shared'; choose one of 'compact', 'nodewise', 'expanded'"),
+        ("tree.mode", "shared", r"tree.mode is 'shared'; choose one of 'compact', 'nodewise', 'depthwise', 'expanded'"),
         ("data.scheme", "path", r"data.scheme is 'path'; choose one of 'step', 'tree'"),
         ("data.overlong", "cut", r"data.overlong is 'cut'; choose one of 'error', 'drop', 'truncate'"),
         ("moe.load_balance_scope", "step", r"moe.load_balance_scope is 'step'"),

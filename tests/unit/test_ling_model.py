@@ -32,7 +32,7 @@ def test_shared_rows_equal_expanded_trajectories(name):
     model = build(ARGS[name])
     tokens, offsets = rollouts(1)
     expected = run(model, tokens, offsets, "expanded", call_capacity=100, reverse=True)
-    for mode in ("compact", "nodewise"):
+    for mode in ("compact", "nodewise", "depthwise"):
         got = run(model, tokens, offsets, mode)
         torch.testing.assert_close(got.logprob_S, expected.logprob_S, rtol=0, atol=1e-10)
         torch.testing.assert_close(got.entropy_S, expected.entropy_S, rtol=0, atol=1e-10)

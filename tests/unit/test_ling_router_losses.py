@@ -53,7 +53,7 @@ def by_hand(router, rows_by_trajectory: list[list[int]]) -> tuple[float, float, 
     return z, consumer, trajectory, counts
 
 
-@pytest.fixture(params=["compact", "nodewise"])
+@pytest.fixture(params=["compact", "nodewise", "depthwise"])
 def case(request):
     tokens, offsets = rollouts(3)
     (layout,) = calls_of(tokens, offsets, request.param)

@@ -48,7 +48,7 @@ def by_hand(sorted_step):
     return draw_placement(SEQUENCES, sorted_step, start, np.random.default_rng(0), **options)
 
 
-@pytest.fixture(scope="module", params=("compact", "nodewise"))
+@pytest.fixture(scope="module", params=("compact", "nodewise", "depthwise"))
 def plan(request):
     options = {"capacity": CAPACITY, "chunk_size": CHUNK, "dp_degree": 2, "cost": COST, "mode": request.param}
     made = plan_step(
@@ -179,7 +179,7 @@ def test_missing_and_foreign_storage_is_caught(plan):
 def test_every_wrong_setting_is_caught(plan):
     largest = int(max(plan.items["item_rows_I"].max(), max(c.external_row_X.numel() for c in plan.consumers())))
     wrong = {
-        "mode": ("nodewise", "compact", "expanded"),
+        "mode": ("nodewise", "depthwise", "compact", "expanded"),
         "chunk_size": (CHUNK + 1, 1),
         "capacity": (largest - 1,),
         "num_taps": (1, 5),

@@ -12,7 +12,7 @@ from test_plan_mutants import variants
 from tree_oracle import compact_size, flat
 from window_placement import drawn
 
-from harts_titan.tree import PlanCost, plan_step
+from harts_titan.tree import MODES, PlanCost, plan_step
 
 SETTINGS = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
 
@@ -53,7 +53,7 @@ def planned(tokens, offsets, **options):
 
 
 @SETTINGS
-@given(steps(), st.sampled_from(("compact", "nodewise")), st.sampled_from(("full", "depth", "ragged")), st.data())
+@given(steps(), st.sampled_from(("compact", "nodewise", "depthwise")), st.sampled_from(("full", "depth", "ragged")), st.data())
 def test_plans_with_windows_are_proven(step, mode, style, data):
     chunk, sequences = step
     options = settings_of(data.draw, sequences, chunk, mode)
@@ -67,7 +67,7 @@ def test_plans_with_windows_are_proven(step, mode, style, data):
 
 
 @settings(SETTINGS, max_examples=60)
-@given(steps(), st.sampled_from(("compact", "nodewise")), st.data())
+@given(steps(), st.sampled_from(("compact", "nodewise", "depthwise")), st.data())
 def test_plans_of_both_levels_are_proven(step, mode, data):
     chunk, sequences = step
     options = settings_of(data.draw, sequences, chunk, mode)
@@ -79,7 +79,7 @@ def test_plans_of_both_levels_are_proven(step, mode, data):
 
 
 @SETTINGS
-@given(steps(), st.sampled_from(("compact", "nodewise", "expanded")), st.data())
+@given(steps(), st.sampled_from(MODES), st.data())
 def test_plans_without_windows_are_proven(step, mode, data):
     chunk, sequences = step
     options = settings_of(data.draw, sequences, chunk, mode)
@@ -91,7 +91,7 @@ def test_plans_without_windows_are_proven(step, mode, data):
 
 
 @SETTINGS
-@given(steps(), st.sampled_from(("compact", "nodewise")), st.data())
+@given(steps(), st.sampled_from(("compact", "nodewise", "depthwise")), st.data())
 def test_drawn_damage_is_refused(step, mode, data):
     """Whatever entry of placement, items or events is changed: refused by name, or the plan still executes right."""
     chunk, sequences = step
@@ -120,7 +120,7 @@ def test_drawn_damage_is_refused(step, mode, data):
 
 
 @pytest.mark.parametrize("windows", (False, True))
-@pytest.mark.parametrize("mode", ("compact", "nodewise", "expanded"))
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("sequences", "dp_degree", "capacity"),
     [

@@ -53,7 +53,7 @@ def planner():
     planner.close()
 
 
-@pytest.mark.parametrize("mode", ["compact", "nodewise", "expanded"])
+@pytest.mark.parametrize("mode", ["compact", "nodewise", "depthwise", "expanded"])
 @pytest.mark.parametrize("replicas", [None, (1,), ()])
 def test_the_plan_is_the_one_made_in_place(planner, mode, replicas):
     tokens, offsets = step()

@@ -17,7 +17,7 @@ def build(forest, attachment, sequences, *, chunk, mode="compact"):
         offsets,
         np.arange(len(sequences)),
         chunk_size=chunk,
-        restart_chunks=mode == "nodewise",
+        restart_chunks=mode != "compact",
         attachment=attachment,
     )
     layout = CallLayout.from_arrays(arrays, chunk_size=chunk, num_external_states=len(attachment.state_row_E))
@@ -149,7 +149,7 @@ def residual(sequences, trie, in_producer, *, chunk, mode):
     states = set()
     for x in {a for a in attach if a >= 0}:
         path = trie.path[source[nodes[x]]][: position[nodes[x]] + 1]
-        handed = len(path) if mode == "nodewise" else len(path) // chunk * chunk
+        handed = len(path) if mode != "compact" else len(path) // chunk * chunk
         if handed:
             states.add(row[path[handed - 1]])
     token = np.array([sequences[source[v]][position[v]] for v in nodes], np.int64)
@@ -163,7 +163,7 @@ def residual(sequences, trie, in_producer, *, chunk, mode):
     return forest, attachment, token
 
 
-@pytest.mark.parametrize("mode", ("compact", "nodewise"))
+@pytest.mark.parametrize("mode", ("compact", "nodewise", "depthwise"))
 @pytest.mark.parametrize("seed", range(60))
 def test_random_producers(seed, mode):
     rng = np.random.default_rng(seed)

@@ -162,7 +162,7 @@ def test_modes_share_membership_and_sharing_is_on():
     sequences = random_sequences(rng, 60, chunk=8)
     plans = {mode: plan_and_validate(sequences, capacity=150, chunk_size=8, dp_degree=2, mode=mode) for mode in MODES}
     members = [[c.trajectory_N.tolist() for c in plan.consumers()] for plan in plans.values()]
-    assert members[0] == members[1] == members[2] and plans["compact"].num_slots > 1
+    assert all(m == members[0] for m in members) and plans["compact"].num_slots > 1
     assert plans["compact"].stats.compact_tokens < plans["compact"].stats.original_tokens
     assert plans["compact"].stats.compression > 1.5 and plans["expanded"].stats.compression == 1
 
@@ -247,3 +247,25 @@ def test_only_the_plan_imports_torch():
     folder = Path(__file__).parents[2] / "harts_titan" / "tree"
     users = {p.name for p in folder.glob("*.py") if "import torch" in p.read_text() or "from torch" in p.read_text()}
     assert users == {"plan.py", "call_layout.py"}
+
+
+def test_depthwise_runs_the_segments_of_nodewise_depth_by_depth():
+    sequences = random_sequences(np.random.default_rng(8), 30, chunk=8)
+    plans = {
+        mode: plan_and_validate(sequences, capacity=1000, chunk_size=8, mode=mode) for mode in ("nodewise", "depthwise")
+    }
+    nodewise, depthwise = (plan.consumer(0, 0).calls[0] for plan in plans.values())
+    for name in ("seg_parent_V", "seg_start_V", "seg_length_V", "seg_depth_V"):
+        assert torch.equal(getattr(nodewise, name), getattr(depthwise, name))
+    assert torch.equal(depthwise.seg_round_V, depthwise.seg_depth_V)
+    assert depthwise.num_rounds == int(depthwise.seg_depth_V.max()) + 1 < depthwise.num_segments == nodewise.num_rounds
+    assert depthwise.num_sequences == depthwise.num_segments and not depthwise.replay_Q.any()
+    assert plans["depthwise"].stats.replay_tokens == 0
+    # A sequence hands its final state to all its children: one export for each segment that has some.
+    assert depthwise.export_sequence_E.shape[0] == torch.unique(depthwise.seg_parent_V).shape[0] - int(
+        (depthwise.seg_parent_V < 0).any()
+    )
+    with pytest.raises(
+        ValueError, match="call_capacity and reverse apply to mode 'expanded' only; mode is 'depthwise'"
+    ):
+        plan_step(*flat(sequences), capacity=1000, chunk_size=8, mode="depthwise", reverse=True)

@@ -25,7 +25,7 @@ def planned(sequences, rng, style="full", **options):
 
 
 @pytest.mark.parametrize("style", ("full", "depth", "ragged"))
-@pytest.mark.parametrize("mode", ("compact", "nodewise"))
+@pytest.mark.parametrize("mode", ("compact", "nodewise", "depthwise"))
 @pytest.mark.parametrize("seed", range(40))
 def test_random_windows(seed, mode, style):
     rng = np.random.default_rng(seed)
@@ -58,7 +58,7 @@ def test_windows_find_something_to_share():
     assert producers > 40 and states > 40
 
 
-@pytest.mark.parametrize("mode", ("compact", "nodewise"))
+@pytest.mark.parametrize("mode", ("compact", "nodewise", "depthwise"))
 @pytest.mark.parametrize("chunk", (1, 2, 3, 4, 8))
 def test_attach_points_at_every_offset(chunk, mode):
     # A trunk, and trajectories that leave it after every number of tokens; each branch occurs in two consumers.
@@ -110,8 +110,9 @@ def test_states_of_a_small_window():
     assert plan.events.tolist() == [[0, 0], [1, 0], [2, 0], [1, 1], [2, 1], [3, 0]]
 
 
-def test_nodewise_cuts_the_producer_where_consumers_attach():
-    plan = by_hand(*TWO, mode="nodewise")
+@pytest.mark.parametrize("mode", ("nodewise", "depthwise"))
+def test_restarting_modes_cut_the_producer_where_consumers_attach(mode):
+    plan = by_hand(*TWO, mode=mode)
     call = plan.producer(0, 0).call.arrays()
     assert call["seg_start_V"].tolist() == [0, 2] and call["seg_length_V"].tolist() == [2, 4]
     assert plan.items["state_position_E"].tolist() == [2, 6]
