@@ -68,7 +68,8 @@ class Router(WideModule):
 
         Args:
             x_TD: Normalised hidden rows.
-            topk_TA: Choices of the first execution when this is a recomputation, which must never re-route.
+            topk_TA: Choices of the first execution when this is a recomputation, which must never re-route. A compiled
+                layer has one graph for both: it always gets a tensor, -1 in the first execution.
 
         Returns:
             The logits and choices, and the combination weights (T, A) in at least float32:
@@ -77,14 +78,15 @@ class Router(WideModule):
         wide = wide_dtype(x_TD.dtype)
         logits_TE = F.linear(x_TD.to(wide), self.gate.weight.to(wide))
         score_TE = torch.sigmoid(logits_TE)
-        if topk_TA is None:
+        if topk_TA is None or torch.compiler.is_compiling():
             with torch.no_grad():
-                topk_TA = select_experts(
+                chosen_TA = select_experts(
                     score_TE + self.expert_bias,
                     num_groups=self.num_groups,
                     top_groups=self.top_groups,
                     top_k=self.top_k,
                 )
+            topk_TA = chosen_TA if topk_TA is None else torch.where(topk_TA < 0, chosen_TA, topk_TA)
         chosen_TA = score_TE.gather(1, topk_TA)
         weight_TA = chosen_TA / (chosen_TA.sum(dim=1, keepdim=True) + 1e-20) * self.route_scale
         return RouterOutput(logits_TE, topk_TA), weight_TA
