@@ -13,6 +13,7 @@ Letters: T own rows, X external rows, Y = X + T path rows, H heads, K query/key 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import cutlass
@@ -23,7 +24,7 @@ from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
-from harts_titan.ops.attention.mask import TreeMask, block_tables
+from harts_titan.ops.attention.mask import TreeMask, list_views, number_of_blocks, packed_lists, packed_size
 
 
 class TileSizes(NamedTuple):
@@ -54,13 +55,14 @@ def tile_sizes(head_dim: int, capability: tuple[int, int]) -> TileSizes:
 
 @cute.jit
 def ancestor_mask(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
-    """``tin_k[n] <= tin_q[m] < tout_k[n]``; the last tile's rows past the end are clamped, their scores are dropped."""
-    m = cutlass.min(m_idx[0], seqlen_info.seqlen_q - 1)
+    """``tin[n] <= tin[X + m] < tout[n]``; the last tile's rows past the end are clamped, their scores are dropped."""
+    tin, tout = aux_tensors[0], aux_tensors[1]
+    m = cutlass.min(m_idx[0], seqlen_info.seqlen_q - 1) + seqlen_info.seqlen_k - seqlen_info.seqlen_q
     n = cutlass.min(n_idx[0], seqlen_info.seqlen_k - 1)
-    tin_q = utils.scalar_to_ssa(aux_tensors[0][m], cutlass.Int32)
-    tin_k = utils.scalar_to_ssa(aux_tensors[1][n], cutlass.Int32)
-    tout_k = utils.scalar_to_ssa(aux_tensors[2][n], cutlass.Int32)
-    return (tin_k <= tin_q) & (tin_q < tout_k)
+    number = utils.scalar_to_ssa(tin[m], cutlass.Int32)
+    return (utils.scalar_to_ssa(tin[n], cutlass.Int32) <= number) & (
+        number < utils.scalar_to_ssa(tout[n], cutlass.Int32)
+    )
 
 
 def tree_attention_fa4(q_THK: Tensor, k_YHK: Tensor, v_YHV: Tensor, mask: TreeMask, scale: float) -> Tensor:
@@ -84,22 +86,21 @@ def tree_attention_fa4(q_THK: Tensor, k_YHK: Tensor, v_YHV: Tensor, mask: TreeMa
     _check(q_THK, k_YHK, v_YHV, mask)
     tables = prepare_tables(mask, q_THK.shape[-1])
     sizes = [*tables.sizes.forward, *tables.sizes.backward]
-    out, _ = _attention_forward(
-        q_THK, k_YHK, v_YHV, tables.intervals, tables.forward, tables.backward, sizes, float(scale)
-    )
+    out, _ = _attention_forward(q_THK, k_YHK, v_YHV, mask.tin_Y, mask.tout_Y, tables.lists, sizes, float(scale))
     return out
 
 
 class FA4Tables(NamedTuple):
-    """What the kernels read besides q, k and v; all int32 on the device."""
+    """What the kernels read besides q, k, v and the intervals of the mask."""
 
-    intervals: list[Tensor]
-    """tin of own rows, tin of path rows, tout of path rows."""
-    forward: list[Tensor]
-    """Per q block: partial count, partial kv blocks, full count, full kv blocks; (1, 1, blocks[, entries])."""
-    backward: list[Tensor]
-    """Per kv block: the same of q blocks."""
+    lists: Tensor
+    """int32: key blocks per query block (forward), then query blocks per key block (backward), in one buffer."""
     sizes: TileSizes
+
+    def views(self, mask: TreeMask) -> tuple[list[Tensor], list[Tensor]]:
+        """The lists of the forward and of the backward pass, as :func:`list_views` gives them."""
+        rows = mask.num_rows, mask.num_path_rows
+        return _lists(self.lists, *rows, self.sizes.forward), _lists(self.lists, *rows, self.sizes.backward, True)
 
 
 def prepare_tables(mask: TreeMask, head_dim: int) -> FA4Tables:
@@ -117,12 +118,7 @@ def prepare_tables(mask: TreeMask, head_dim: int) -> FA4Tables:
     if cache is None:
         cache = {}
         object.__setattr__(mask, "_fa4_tables", cache)
-    cache[sizes] = FA4Tables(
-        [mask.tin_Y[mask.num_external_rows :].clone(), mask.tin_Y, mask.tout_Y],
-        list(block_tables(mask, *sizes.forward)[:4]),
-        list(block_tables(mask, *sizes.backward)[4:]),
-        sizes,
-    )
+    cache[sizes] = FA4Tables(packed_lists(mask, by_query=sizes.forward, by_key=sizes.backward), sizes)
     return cache[sizes]
 
 
@@ -142,22 +138,29 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: TreeMask) -> None:
         raise ValueError(f"q, k, v must share float16 or bfloat16; got {q.dtype}, {k.dtype}, {v.dtype}")
 
 
-def _blocks(tables: list[Tensor], size: list[int]) -> BlockSparseTensorsTorch:
-    return BlockSparseTensorsTorch(*tables, block_size=(size[0], size[1]))
+def _lists(
+    packed: Tensor, num_rows: int, num_path_rows: int, size: Sequence[int], by_key: bool = False
+) -> list[Tensor]:
+    """Lists by query at the front of the buffer, or those by key at its end."""
+    num_q, num_kv = number_of_blocks(num_rows, num_path_rows, (size[0], size[1]))
+    if by_key:
+        return list_views(packed[packed.shape[0] - packed_size(num_kv, num_q) :], num_kv, num_q)
+    return list_views(packed[: packed_size(num_q, num_kv)], num_q, num_kv)
 
 
 @torch.library.custom_op(
     "harts_titan::tree_attention_fa4",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor[] intervals, Tensor[] forward_blocks, Tensor[] backward_blocks, "
-        "int[] sizes, float scale) -> (Tensor, Tensor)"
+        "(Tensor q, Tensor k, Tensor v, Tensor tin, Tensor tout, Tensor lists, int[] sizes, float scale) "
+        "-> (Tensor, Tensor)"
     ),
 )
-def _attention_forward(q, k, v, intervals, forward_blocks, backward_blocks, sizes, scale):
+def _attention_forward(q, k, v, tin, tout, lists, sizes, scale):
     """Output and float32 log-sum-exp (H, T)."""
     if q.shape[0] == 0:
         return v.new_empty((0, *v.shape[1:])), q.new_empty((q.shape[1], 0), dtype=torch.float32)
+    blocks = _lists(lists, q.shape[0], k.shape[0], sizes[:2])
     with torch.cuda.device(q.device):
         out, lse = _flash_attn_fwd(
             q[None],
@@ -165,15 +168,15 @@ def _attention_forward(q, k, v, intervals, forward_blocks, backward_blocks, size
             v[None],
             softmax_scale=scale,
             mask_mod=ancestor_mask,
-            aux_tensors=intervals,
-            block_sparse_tensors=_blocks(forward_blocks, sizes[:2]),
+            aux_tensors=[tin, tout],
+            block_sparse_tensors=BlockSparseTensorsTorch(*blocks, block_size=(sizes[0], sizes[1])),
             return_lse=True,
         )[:2]
     return out[0], lse[0]
 
 
 @_attention_forward.register_fake
-def _(q, k, v, intervals, forward_blocks, backward_blocks, sizes, scale):
+def _(q, k, v, tin, tout, lists, sizes, scale):
     return q.new_empty((q.shape[0], *v.shape[1:])), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -181,13 +184,14 @@ def _(q, k, v, intervals, forward_blocks, backward_blocks, sizes, scale):
     "harts_titan::tree_attention_fa4_backward",
     mutates_args=(),
     schema=(
-        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor[] intervals, "
-        "Tensor[] backward_blocks, int[] sizes, float scale) -> (Tensor, Tensor, Tensor)"
+        "(Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor dout, Tensor tin, Tensor tout, Tensor lists, "
+        "int[] sizes, float scale) -> (Tensor, Tensor, Tensor)"
     ),
 )
-def _attention_backward(q, k, v, out, lse, dout, intervals, backward_blocks, sizes, scale):
+def _attention_backward(q, k, v, out, lse, dout, tin, tout, lists, sizes, scale):
     if q.shape[0] == 0:
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    blocks = _lists(lists, q.shape[0], k.shape[0], sizes[2:], by_key=True)
     with torch.cuda.device(q.device):
         dq, dk, dv = _flash_attn_bwd(
             q[None],
@@ -198,37 +202,33 @@ def _attention_backward(q, k, v, out, lse, dout, intervals, backward_blocks, siz
             lse[None],
             scale,
             mask_mod=ancestor_mask,
-            aux_tensors=intervals,
-            block_sparse_tensors=_blocks(backward_blocks, sizes[2:]),
+            aux_tensors=[tin, tout],
+            block_sparse_tensors=BlockSparseTensorsTorch(*blocks, block_size=(sizes[2], sizes[3])),
         )
     # Gradients take the inputs' layouts, which may be permuted views.
     return dq[0].contiguous(), dk[0].contiguous(), dv[0].contiguous()
 
 
 @_attention_backward.register_fake
-def _(q, k, v, out, lse, dout, intervals, backward_blocks, sizes, scale):
+def _(q, k, v, out, lse, dout, tin, tout, lists, sizes, scale):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx, inputs, output):
-    q, k, v, intervals, forward_blocks, backward_blocks, sizes, scale = inputs
+    q, k, v, tin, tout, lists, sizes, scale = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, out, lse, *intervals, *backward_blocks)
-    ctx.settings = (len(intervals), len(forward_blocks), len(backward_blocks), sizes, scale)
+    ctx.save_for_backward(q, k, v, out, lse, tin, tout, lists)
+    ctx.settings = (sizes, scale)
 
 
 def _differentiate(ctx, dout, _):
-    num_intervals, num_forward, num_backward, sizes, scale = ctx.settings
-    q, k, v, out, lse, *tables = ctx.saved_tensors
     grads: tuple[Tensor | None, ...] = (None, None, None)
     if dout is not None:
-        grads = _attention_backward(
-            q, k, v, out, lse, dout, tables[:num_intervals], tables[num_intervals:], sizes, scale
-        )
-    empty = ([None] * n for n in (num_intervals, num_forward, num_backward))
-    return (*grads, *empty, None, None)
+        q, k, v, out, lse, tin, tout, lists = ctx.saved_tensors
+        grads = _attention_backward(q, k, v, out, lse, dout, tin, tout, lists, *ctx.settings)
+    return (*grads, None, None, None, None, None)
 
 
 _attention_forward.register_autograd(_differentiate, setup_context=_save)

@@ -6,7 +6,6 @@ Row k is visible to row q iff ``tin[k] <= tin[q] < tout[k]``: depth-first number
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harts_titan.ops.attention.block_kernels import external_stretches, join_segments, list_blocks
 from harts_titan.ops.host_tables import as_int64, to_device
 
 
@@ -48,15 +48,31 @@ class _HostMask:
     seg_length: np.ndarray
     seg_row: np.ndarray
     seg_attach: np.ndarray
-    blocks: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = field(default_factory=dict)
 
-    def visible_blocks(self, q_block: int, kv_block: int) -> tuple[np.ndarray, np.ndarray]:
-        """Boolean (query blocks, key blocks): partly visible, and wholly visible. Exact for depth-first numbers."""
-        if (q_block, kv_block) not in self.blocks:
-            self.blocks[q_block, kv_block] = _visible_blocks(
-                self.tin[self.num_external_rows :], self.tin, self.tout, q_block, kv_block
-            )
-        return self.blocks[q_block, kv_block]
+    @cached_property
+    def joined(self) -> _Joined:
+        """What the block kernels read besides the segments; shared by every block size."""
+        order = np.argsort(self.seg_row, kind="stable")
+        top, above, hang = (np.empty_like(self.seg_row) for _ in range(3))
+        join_segments(order, self.seg_parent, self.seg_length, self.seg_row, self.seg_attach, top, above, hang)
+        external = np.empty(self.num_external_rows + 1, np.int64)
+        count = external_stretches(self.tin, self.tout, self.num_external_rows, external)
+        external[count] = self.num_external_rows
+        return _Joined(order, top, above, hang, external[: count + 1])
+
+
+class _Joined(NamedTuple):
+    """Segments by row, the stretch of ancestor rows that ends at each of them, and stretches of external rows."""
+
+    order: np.ndarray
+    top: np.ndarray
+    """First row of the stretch."""
+    above: np.ndarray
+    """Segment above the stretch, -1 at a root."""
+    hang: np.ndarray
+    """External row the stretch's root hangs on, -1 for none."""
+    external: np.ndarray
+    """First rows of the stretches, then X."""
 
 
 @dataclass(frozen=True)
@@ -187,56 +203,108 @@ def block_tables(mask: TreeMask, q_block: int, kv_block: int, device: torch.devi
     Raises:
         ValueError: If a block size is not positive.
     """
-    if q_block < 1 or kv_block < 1:
-        raise ValueError(f"block sizes must be positive; got q_block {q_block}, kv_block {kv_block}")
     mask = mask if device is None else mask.to(device)
     cache = mask._device_tables
     if (q_block, kv_block) not in cache:
-        partial, full = mask._host.visible_blocks(q_block, kv_block)
-        arrays = [a for m in (partial, full, partial.T, full.T) for a in _ordered(m)]
-        cache[q_block, kv_block] = BlockTables(*(to_device(a, mask.device, torch.int32)[None, None] for a in arrays))
+        size = (q_block, kv_block)
+        lists = packed_lists(mask, by_query=size, by_key=size)
+        num_q, num_kv = number_of_blocks(mask.num_rows, mask.num_path_rows, size)
+        cut = packed_size(num_q, num_kv)
+        views = (*list_views(lists[:cut], num_q, num_kv), *list_views(lists[cut:], num_kv, num_q))
+        cache[size] = BlockTables(*views)
     return cache[q_block, kv_block]
 
 
-def _ordered(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    count = dense.sum(axis=1).astype(np.int32)
-    return count, np.argsort(~dense, axis=1, kind="stable").astype(np.int32)
+def number_of_blocks(num_rows: int, num_path_rows: int, size: tuple[int, int]) -> tuple[int, int]:
+    """Blocks of own rows and of path rows."""
+    return -(-num_rows // size[0]), -(-num_path_rows // size[1])
 
 
-def _runs(block: int, *breaking: np.ndarray) -> np.ndarray:
-    """First indices of maximal stretches inside a block where every array of ``breaking`` is constant."""
-    size = breaking[0].size
-    new = np.zeros(size, dtype=bool)
-    new[::block] = True
-    for values in breaking:
-        new[1:] |= values[1:] != values[:-1]
-    return np.flatnonzero(new)
+def packed_size(blocks: int, entries: int) -> int:
+    """int32 numbers that the lists of ``blocks`` blocks, of at most ``entries`` entries each, take in one buffer."""
+    return 2 * (_aligned(blocks) + _aligned(blocks * entries))
 
 
-def _visible_blocks(
-    tin_T: np.ndarray, tin_Y: np.ndarray, tout_Y: np.ndarray, q_block: int, kv_block: int
-) -> tuple[np.ndarray, np.ndarray]:
-    num_q, num_kv = -(-tin_T.size // q_block), -(-tin_Y.size // kv_block)
-    partial, full = (np.zeros((num_q, num_kv), dtype=bool) for _ in range(2))
-    if not num_q:
-        return partial, full
-    # Inside a run depth-first numbers are consecutive (and tout is one value), so intervals decide visibility exactly.
-    q_first = _runs(q_block, tin_T - np.arange(tin_T.size))
-    k_first = _runs(kv_block, tin_Y - np.arange(tin_Y.size), tout_Y)
-    q_last, k_last = (np.append(x[1:], n) - 1 for x, n in ((q_first, tin_T.size), (k_first, tin_Y.size)))
-    q_lo, q_hi = tin_T[q_first][:, None], tin_T[q_last][:, None]
-    k_lo, k_hi, k_end = tin_Y[k_first], tin_Y[k_last], tout_Y[k_first]
-    q_ptr = np.searchsorted(q_first, np.arange(0, num_q + 1) * q_block)
-    k_start = np.searchsorted(k_first, np.arange(num_kv) * kv_block)
-    for i, (a, b) in enumerate(itertools.pairwise(q_ptr)):
-        some = ((q_hi[a:b] >= k_lo) & (q_lo[a:b] < k_end)).any(axis=0)
-        every = ((q_lo[a:b] >= k_hi) & (q_hi[a:b] < k_end)).all(axis=0)
-        partial[i] = np.logical_or.reduceat(some, k_start)
-        full[i] = np.logical_and.reduceat(every, k_start)
-    # Kernels skip the bounds check in full blocks, so an incomplete last block is never one.
-    full[tin_T.size // q_block :] = False
-    full[:, tin_Y.size // kv_block :] = False
-    return partial & ~full, full
+def list_views(packed: Tensor, blocks: int, entries: int) -> list[Tensor]:
+    """Views of a buffer: partial counts (1, 1, blocks), partial lists (1, 1, blocks, entries), then the full ones."""
+    views, at = [], 0
+    for _ in range(2):
+        views.append(packed[at : at + blocks].view(1, 1, blocks))
+        at += _aligned(blocks)
+        views.append(packed[at : at + blocks * entries].view(1, 1, blocks, entries))
+        at += _aligned(blocks * entries)
+    return views
+
+
+def packed_lists(
+    mask: TreeMask, *, by_query: tuple[int, int] | None = None, by_key: tuple[int, int] | None = None
+) -> Tensor:
+    """Block lists in one int32 buffer on the mask's device, copied there at once without waiting.
+
+    Args:
+        mask: Visibility.
+        by_query: (query rows, key rows) of a block for lists of key blocks per query block; None: none.
+        by_key: The same for lists of query blocks per key block; they come after the others.
+
+    Returns:
+        :func:`list_views` of its first :func:`packed_size` numbers are the lists by query, of the rest those by key.
+        Entries behind a list's count are arbitrary.
+
+    Raises:
+        ValueError: If a block size is not positive.
+    """
+    rows = mask.num_rows, mask.num_path_rows
+    wanted = [size for size in (by_query, by_key) if size is not None]
+    if any(min(size) < 1 for size in wanted):
+        raise ValueError(f"block sizes must be positive; got {wanted}")
+    first = second = (0, 0)
+    if by_query is not None:
+        first = number_of_blocks(*rows, by_query)
+    if by_key is not None:
+        second = number_of_blocks(*rows, by_key)[::-1]
+    cut = packed_size(*first)
+    # Written where the copy reads: pageable memory would be copied once more, and the copy would wait for the device.
+    buffer = torch.empty(cut + packed_size(*second), dtype=torch.int32, pin_memory=mask.device.type == "cuda")
+    query_lists = [x[0, 0].numpy() for x in list_views(buffer[:cut], *first)]
+    key_lists = [x[0, 0].numpy() for x in list_views(buffer[cut:], *second)]
+    key_lists[0][:] = 0
+    key_lists[2][:] = 0
+    for size in dict.fromkeys(wanted):
+        _list(mask._host, size, query_lists if size == by_query else None, key_lists if size == by_key else None)
+    return buffer.to(mask.device, non_blocking=True)
+
+
+_Lists = list[np.ndarray]
+_NO_COUNT, _NO_LIST = np.empty(0, np.int32), np.empty((0, 0), np.int32)
+_NO_LISTS = [_NO_COUNT, _NO_LIST, _NO_COUNT, _NO_LIST]
+
+
+def _aligned(count: int) -> int:
+    # 128 bytes: kernels assume aligned tables.
+    return -(-count // 32) * 32
+
+
+def _list(host: _HostMask, size: tuple[int, int], by_query: _Lists | None, by_key: _Lists | None) -> None:
+    num_kv = -(-host.tin.size // size[1])
+    joined = host.joined
+    list_blocks(
+        joined.order,
+        host.seg_length,
+        host.seg_row,
+        joined.top,
+        joined.above,
+        joined.hang,
+        host.tin,
+        host.tout,
+        joined.external,
+        host.num_external_rows,
+        *size,
+        np.empty(num_kv, np.int64),
+        by_query is not None,
+        by_key is not None,
+        *(by_query or _NO_LISTS),
+        *(by_key or _NO_LISTS),
+    )
 
 
 def _check(host: _HostMask) -> None:
