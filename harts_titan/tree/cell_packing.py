@@ -3,21 +3,40 @@
 The groups of Level 1 fill microbatches with whatever fits, which scatters a tree over cells. Starting from cells keeps
 trees together; a cell whose trajectories do not fit its consumers then exchanges some with another cell.
 
-Shapes: N trajectories by sorted place, C cells.
+Shapes: N trajectories by sorted place, C cells, K consumers of a cell, R places that a cell has room for.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numba
 import numpy as np
 
+from harts_titan.tree.compiled import kernel
+from harts_titan.tree.draws import draw
 from harts_titan.tree.sorted_step import common_prefix
-from harts_titan.tree.trie_sets import cell_cost, change, draw, find, gather, merge
+from harts_titan.tree.trie_sets import (
+    balance_change,
+    change,
+    exchange,
+    fill_sets,
+    find,
+    gather,
+    merge,
+    near_places,
+    neighbour,
+    set_cost,
+)
 
-_FAR = 256
-"""Sorted places within which a neighbour is looked for."""
+_NEAR = near_places(11 / 12)
+"""Distances in sorted order at which a partner is looked for."""
 _ROOM = 0.02
 """What a complete row of a cell that does not fit counts in rows too many."""
+_FIRST, _AGAIN = 100, 12
+"""Moves between consumers per trajectory of a cell, at first and after an exchange."""
+_HEAT = 0.005
+"""First bound on what such a move may add, as a share of the capacity."""
 
 
 @numba.njit(cache=True, nogil=True)
@@ -94,86 +113,173 @@ def _split(member, n, consumers, length_N, minimum_LN, label):
         label[i] = k
 
 
-@numba.njit(cache=True, nogil=True)
-def _add(member, label, n, consumers, capacity, length_N, minimum_LN):
-    """Label the members that have none (-1), one after another: where least overflows, then where least is added."""
-    complete = np.zeros(consumers)
+class _State(NamedTuple):
+    """Cells, and the consumers of the one that is looked at, as sorted sets.
+
+    Attributes:
+        cell_N: int64 cell of each place.
+        member_CR, label_CR, count_C: places of each cell, and the consumer of each.
+        consumers_C, share_C: consumers of each cell, and its share of all.
+        cost_C: float64 cost of each cell.
+        over_C, bad_C: float64 complete rows too many in each cell, and how bad that is.
+        member_2R, label_2R: the two cells that an exchange would make.
+        part_KR, size_K, complete_K: places, their number and complete rows of the consumers of one cell.
+        best_R: best labels so far.
+        run_4R, scratch_R: runs that are exchanged between cells and between consumers, and scratch.
+        length_N, minimum_LN: as :class:`SortedStep` has them.
+        random_1: state of the random numbers.
+    """
+
+    cell_N: np.ndarray
+    member_CR: np.ndarray
+    label_CR: np.ndarray
+    count_C: np.ndarray
+    consumers_C: np.ndarray
+    share_C: np.ndarray
+    cost_C: np.ndarray
+    over_C: np.ndarray
+    bad_C: np.ndarray
+    member_2R: np.ndarray
+    label_2R: np.ndarray
+    part_KR: np.ndarray
+    size_K: np.ndarray
+    complete_K: np.ndarray
+    best_R: np.ndarray
+    run_4R: np.ndarray
+    scratch_R: np.ndarray
+    length_N: np.ndarray
+    minimum_LN: np.ndarray
+    random_1: np.ndarray
+
+
+@kernel
+def _open(state, member, label, n, consumers):
+    """List the places of each consumer of a cell; those without one (-1) are left out."""
+    state.size_K[:] = 0
+    for i in range(n):
+        k = label[i]
+        if k >= 0:
+            state.part_KR[k, state.size_K[k]] = member[i]
+            state.size_K[k] += 1
     for k in range(consumers):
-        complete[k] = cell_cost(member, label, n, k, length_N, minimum_LN, 0.0)
-    none = member[:0]
+        state.complete_K[k] = set_cost(state.part_KR[k], state.size_K[k], state.length_N, state.minimum_LN, 0.0)
+
+
+@kernel
+def _add(state, member, label, n, consumers, capacity):
+    """Label the members that have none (-1), one after another: where least overflows, then where least is added."""
+    part_KR, size_K, complete_K = state.part_KR, state.size_K, state.complete_K
     for i in range(n):
         if label[i] >= 0:
             continue
+        one = member[i : i + 1]
         best, least, grown = -1, 0.0, 0.0
         for k in range(consumers):
-            more = change(member, label, n, k, none, 0, member[i : i + 1], 1, length_N, minimum_LN, 0.0)
-            value = more + 10.0 * max(0.0, complete[k] + more - capacity)
+            more = change(part_KR[k], size_K[k], one, 0, one, 1, state.length_N, state.minimum_LN, 0.0)
+            value = more + 10.0 * max(0.0, complete_K[k] + more - capacity)
             if best < 0 or value < least:
                 best, least, grown = k, value, more
         label[i] = best
-        complete[best] += grown
+        complete_K[best] += grown
+        size_K[best] = exchange(part_KR[best], size_K[best], one, 0, one, 1, state.scratch_R)
 
 
-@numba.njit(cache=True, nogil=True)
-def _pack(member, label, n, consumers, capacity, moves, heat, length_N, minimum_LN, random, scratch):
-    """Deal a cell's members to its consumers anew, by moves and swaps of runs.
+@kernel
+def _pack(state, member, label, n, consumers, capacity, moves):
+    """Deal a cell's members to its consumers anew, by moves and swaps of runs; the state has the consumers opened.
 
     Returns the complete rows too many, and how bad that is: a cell in which something does not fit is the better the
     fewer complete rows it has, for that is what makes room.
     """
-    complete, size = np.zeros(consumers), np.zeros(consumers, np.int64)
+    part_KR, size_K, complete_K, random_1 = state.part_KR, state.size_K, state.complete_K, state.random_1
+    length_N, minimum_LN, out, back = state.length_N, state.minimum_LN, state.run_4R[2], state.run_4R[3]
+    over, rows = 0.0, 0.0
     for k in range(consumers):
-        complete[k] = cell_cost(member, label, n, k, length_N, minimum_LN, 0.0)
-    for i in range(n):
-        size[label[i]] += 1
-    over = np.maximum(complete - capacity, 0.0).sum()
-    rows = complete.sum()
+        over += max(complete_K[k] - capacity, 0.0)
+        rows += complete_K[k]
     best, best_rows = over, rows
-    out, back, best_label = scratch[0], scratch[1], scratch[2]
-    best_label[:n] = label[:n]
+    for i in range(n):
+        state.best_R[i] = label[i]
     for move in range(moves):
         if over <= 0.0:
             break
-        x, y = draw(random) % n, draw(random) % n
+        x, y = draw(random_1, n), draw(random_1, n)
         a, b = label[x], label[y]
         if a == b:
-            b = draw(random) % consumers
+            b = draw(random_1, consumers)
             y = -1
             if a == b:
                 continue
-        reach = min(1 + draw(random) % (1 << (draw(random) % 4)), size[a])
-        num_out = gather(member, label, n, a, member[x], reach, minimum_LN, out)
+        reach = min(1 + draw(random_1, 1 << draw(random_1, 4)), size_K[a])
+        num_out = gather(part_KR[a], size_K[a], member[x], reach, minimum_LN, out)
         num_back = 0
-        if y >= 0 and draw(random) % 2 == 0:
-            reach = min(1 + draw(random) % (2 * reach), size[b])
-            num_back = gather(member, label, n, b, member[y], reach, minimum_LN, back)
-        elif num_out == size[a]:
+        if y >= 0 and draw(random_1, 2) == 0:
+            reach = min(1 + draw(random_1, 2 * reach), size_K[b])
+            num_back = gather(part_KR[b], size_K[b], member[y], reach, minimum_LN, back)
+        elif num_out == size_K[a]:
             continue
-        grown_a = change(member, label, n, a, out, num_out, back, num_back, length_N, minimum_LN, 0.0)
-        grown_b = change(member, label, n, b, back, num_back, out, num_out, length_N, minimum_LN, 0.0)
-        more = max(0.0, complete[a] + grown_a - capacity) - max(0.0, complete[a] - capacity)
-        more += max(0.0, complete[b] + grown_b - capacity) - max(0.0, complete[b] - capacity)
-        if grown_a + grown_b + 5.0 * more > heat * (moves - move) / moves:
+        grown_a = change(part_KR[a], size_K[a], out, num_out, back, num_back, length_N, minimum_LN, 0.0)
+        grown_b = change(part_KR[b], size_K[b], back, num_back, out, num_out, length_N, minimum_LN, 0.0)
+        more = max(0.0, complete_K[a] + grown_a - capacity) - max(0.0, complete_K[a] - capacity)
+        more += max(0.0, complete_K[b] + grown_b - capacity) - max(0.0, complete_K[b] - capacity)
+        if grown_a + grown_b + 5.0 * more > _HEAT * capacity * (moves - move) / moves:
             continue
         for i in range(num_out):
             label[find(member, n, out[i])] = b
         for i in range(num_back):
             label[find(member, n, back[i])] = a
-        size[a] += num_back - num_out
-        size[b] += num_out - num_back
-        complete[a] += grown_a
-        complete[b] += grown_b
+        size_K[a] = exchange(part_KR[a], size_K[a], out, num_out, back, num_back, state.scratch_R)
+        size_K[b] = exchange(part_KR[b], size_K[b], back, num_back, out, num_out, state.scratch_R)
+        complete_K[a] += grown_a
+        complete_K[b] += grown_b
         over += more
         rows += grown_a + grown_b
         if over < best or (over == best and rows < best_rows):
             best, best_rows = over, rows
-            best_label[:n] = label[:n]
-    label[:n] = best_label[:n]
+            for i in range(n):
+                state.best_R[i] = label[i]
+    for i in range(n):
+        label[i] = state.best_R[i]
     return best, best + _ROOM * best_rows if best > 0 else 0.0
 
 
-@numba.njit(cache=True, nogil=True)
-def pack_cells(cell_N, consumers_C, length_N, minimum_LN, capacity, pair, trials, weight, hopeless, seed):
+@kernel
+def _remake(state, which, c, out, num_out, inn, num_inn, capacity):
+    """Write cell ``c`` without ``out`` and with ``inn``, dealt anew, to ``member_2R``; return what ``_pack`` does.
+
+    Where that leaves a consumer empty, it is infinitely bad.
+    """
+    old, old_label, n = state.member_CR[c], state.label_CR[c], state.count_C[c]
+    member, label = state.member_2R[which], state.label_2R[which]
+    size = merge(old, n, out, num_out, inn, num_inn, member)
+    at = 0
+    for i in range(size):
+        while at < n and old[at] < member[i]:
+            at += 1
+        label[i] = old_label[at] if at < n and old[at] == member[i] else -1
+    consumers = state.consumers_C[c]
+    _open(state, member, label, size, consumers)
+    _add(state, member, label, size, consumers, capacity)
+    over, bad = _pack(state, member, label, size, consumers, capacity, _AGAIN * size)
+    state.size_K[:] = 0
+    for i in range(size):
+        state.size_K[label[i]] = 1
+    return over, bad if state.size_K.sum() == consumers else np.inf
+
+
+def pack_cells(
+    cell_N: np.ndarray,
+    consumers_C: np.ndarray,
+    length_N: np.ndarray,
+    minimum_LN: np.ndarray,
+    *,
+    capacity: float,
+    pair: float,
+    trials: int,
+    weight: float,
+    hopeless: float,
+    seed: int,
+) -> tuple[np.ndarray, float]:
     """Deal every cell's trajectories to its consumers; exchange some where they do not fit; changes ``cell_N``.
 
     Args:
@@ -192,99 +298,106 @@ def pack_cells(cell_N, consumers_C, length_N, minimum_LN, capacity, pair, trials
         label_N: int64 consumer of each place within its cell.
         over: complete rows above capacity that are left; 0 where everything fits.
     """
-    num_places, num_cells = length_N.shape[0], consumers_C.shape[0]
-    random = np.zeros(1, np.uint64)
-    random[0] = np.uint64(seed)
-    count = np.bincount(cell_N, minlength=num_cells)
-    room = min(num_places, 2 * count.max() + 64)
-    member, label = np.zeros((num_cells, room), np.int64), np.zeros((num_cells, room), np.int64)
-    zero, scratch = np.zeros(room, np.int64), np.zeros((3, 2 * room + 1), np.int64)
-    count[:] = 0
-    for x in range(num_places):
-        member[cell_N[x], count[cell_N[x]]] = x
-        count[cell_N[x]] += 1
-    cost, over, bad = np.zeros(num_cells), np.zeros(num_cells), np.zeros(num_cells)
-    heat = 0.005 * capacity
+    num_cells, num_labels = consumers_C.size, int(consumers_C.max())
+    room = min(cell_N.size, 2 * int(np.bincount(cell_N).max()) + 64)
+    state = _State(
+        cell_N=cell_N,
+        member_CR=np.empty((num_cells, room), np.int64),
+        label_CR=np.empty((num_cells, room), np.int64),
+        count_C=np.zeros(num_cells, np.int64),
+        consumers_C=consumers_C,
+        share_C=consumers_C / consumers_C.sum(),
+        cost_C=np.zeros(num_cells),
+        over_C=np.zeros(num_cells),
+        bad_C=np.zeros(num_cells),
+        member_2R=np.empty((2, room), np.int64),
+        label_2R=np.empty((2, room), np.int64),
+        part_KR=np.empty((num_labels, room), np.int64),
+        size_K=np.zeros(num_labels, np.int64),
+        complete_K=np.zeros(num_labels),
+        best_R=np.empty(room, np.int64),
+        run_4R=np.empty((4, room), np.int64),
+        scratch_R=np.empty(room, np.int64),
+        length_N=length_N,
+        minimum_LN=minimum_LN,
+        random_1=np.array([seed], np.uint64),
+    )
+    fill_sets(cell_N, state.member_CR, state.count_C)
     for c in range(num_cells):
-        _split(member[c], count[c], consumers_C[c], length_N, minimum_LN, label[c])
-        cost[c] = cell_cost(member[c], label[c], count[c], -1, length_N, minimum_LN, pair)
-        over[c], bad[c] = _pack(
-            member[c], label[c], count[c], consumers_C[c], capacity, 100 * count[c], heat, length_N, minimum_LN, random,
-            scratch,
-        )  # fmt: skip
-    total, share = cost.sum(), 1.0 / consumers_C.sum()
-    left = over.sum()
-    out, back = np.zeros(2 * room + 1, np.int64), np.zeros(2 * room + 1, np.int64)
-    m1, l1 = np.zeros(room, np.int64), np.zeros(room, np.int64)
-    m2, l2 = np.zeros(room, np.int64), np.zeros(room, np.int64)
+        _split(state.member_CR[c], state.count_C[c], consumers_C[c], length_N, minimum_LN, state.label_CR[c])
+    _pack_cells(state, float(capacity), float(pair), trials, float(weight), float(hopeless))
+    label_N = np.empty_like(cell_N)
+    for c in range(num_cells):
+        label_N[state.member_CR[c, : state.count_C[c]]] = state.label_CR[c, : state.count_C[c]]
+    return label_N, float(state.over_C.sum())
+
+
+@kernel
+def _pack_cells(state, capacity, pair, trials, weight, hopeless):
+    member_CR, count_C, consumers_C, random_1 = state.member_CR, state.count_C, state.consumers_C, state.random_1
+    cost_C, over_C, bad_C, length_N, minimum_LN = (
+        state.cost_C,
+        state.over_C,
+        state.bad_C,
+        state.length_N,
+        state.minimum_LN,
+    )
+    num_cells, room = member_CR.shape
+    for c in range(num_cells):
+        n, label = count_C[c], state.label_CR[c]
+        cost_C[c] = set_cost(member_CR[c], n, length_N, minimum_LN, pair)
+        _open(state, member_CR[c], label, n, consumers_C[c])
+        over_C[c], bad_C[c] = _pack(state, member_CR[c], label, n, consumers_C[c], capacity, _FIRST * n)
+    total, left, out, back = cost_C.sum(), over_C.sum(), state.run_4R[0], state.run_4R[1]
     for trial in range(trials):
         if left <= 0.0 or (trial == 0 and left > hopeless * capacity * consumers_C.sum()):
             break
         # What a row too many may cost grows until the last of them is gone at any price.
         price = 2.0 * 10.0 ** (trial / trials)
-        a = draw(random) % num_cells
-        while over[a] <= 0.0:
+        a = draw(random_1, num_cells)
+        while over_C[a] <= 0.0:
             a = (a + 1) % num_cells
-        x = member[a, draw(random) % count[a]]
-        if draw(random) % 3 > 0:
-            far = 1
-            while far < _FAR and draw(random) % 12 > 0:
-                far += 1
-            y = x + far if draw(random) % 2 == 0 else x - far
-            if y < 0 or y >= num_places:
+        x = member_CR[a, draw(random_1, count_C[a])]
+        if draw(random_1, 3) > 0:
+            y = neighbour(random_1, x, length_N.shape[0], _NEAR)
+            if y < 0:
                 continue
         else:
-            y = draw(random) % num_places
-        b = cell_N[y]
+            y = draw(random_1, length_N.shape[0])
+        b = state.cell_N[y]
         if a == b:
             continue
-        reach = min(1 + draw(random) % (1 << (draw(random) % 6)), count[a])
-        num_out = gather(member[a], zero, count[a], 0, x, reach, minimum_LN, out)
+        reach = min(1 + draw(random_1, 1 << draw(random_1, 6)), count_C[a])
+        num_out = gather(member_CR[a], count_C[a], x, reach, minimum_LN, out)
         num_back = 0
-        if draw(random) % 4 > 0:
-            reach = min(1 + draw(random) % (2 * reach), count[b])
-            num_back = gather(member[b], zero, count[b], 0, y, reach, minimum_LN, back)
-        size_a, size_b = count[a] - num_out + num_back, count[b] - num_back + num_out
+        if draw(random_1, 4) > 0:
+            reach = min(1 + draw(random_1, 2 * reach), count_C[b])
+            num_back = gather(member_CR[b], count_C[b], y, reach, minimum_LN, back)
+        size_a, size_b = count_C[a] - num_out + num_back, count_C[b] - num_back + num_out
         if not (consumers_C[a] <= size_a <= room and consumers_C[b] <= size_b <= room):
             continue
-        delta_a = change(member[a], zero, count[a], -1, out, num_out, back, num_back, length_N, minimum_LN, pair)
-        delta_b = change(member[b], zero, count[b], -1, back, num_back, out, num_out, length_N, minimum_LN, pair)
-        ta, tb = total * share * consumers_C[a], total * share * consumers_C[b]
-        ea, eb = cost[a] - ta, cost[b] - tb
-        delta = delta_a + delta_b
-        delta += weight * (((ea + delta_a) ** 2 - ea * ea) / ta + ((eb + delta_b) ** 2 - eb * eb) / tb)
-        if delta >= price * (bad[a] + bad[b]):
+        delta_a = change(member_CR[a], count_C[a], out, num_out, back, num_back, length_N, minimum_LN, pair)
+        delta_b = change(member_CR[b], count_C[b], back, num_back, out, num_out, length_N, minimum_LN, pair)
+        delta = delta_a + delta_b + weight * balance_change(cost_C, total, state.share_C, a, b, delta_a, delta_b)
+        if delta >= price * (bad_C[a] + bad_C[b]):
             continue
-        merge(member[a], label[a], count[a], out, num_out, back, num_back, -1, m1, l1)
-        _add(m1, l1, size_a, consumers_C[a], capacity, length_N, minimum_LN)
-        over_a, bad_a = _pack(
-            m1, l1, size_a, consumers_C[a], capacity, 12 * size_a, heat, length_N, minimum_LN, random, scratch
-        )
-        if delta >= price * (bad[a] + bad[b] - bad_a):
+        over_a, bad_a = _remake(state, 0, a, out, num_out, back, num_back, capacity)
+        if delta >= price * (bad_C[a] + bad_C[b] - bad_a):
             continue
-        merge(member[b], label[b], count[b], back, num_back, out, num_out, -1, m2, l2)
-        _add(m2, l2, size_b, consumers_C[b], capacity, length_N, minimum_LN)
-        over_b, bad_b = _pack(
-            m2, l2, size_b, consumers_C[b], capacity, 12 * size_b, heat, length_N, minimum_LN, random, scratch
-        )
-        if delta >= price * (bad[a] + bad[b] - bad_a - bad_b):
+        over_b, bad_b = _remake(state, 1, b, back, num_back, out, num_out, capacity)
+        if delta >= price * (bad_C[a] + bad_C[b] - bad_a - bad_b):
             continue
-        if np.unique(l1[:size_a]).size < consumers_C[a] or np.unique(l2[:size_b]).size < consumers_C[b]:
-            continue
-        left += over_a + over_b - over[a] - over[b]
+        left += over_a + over_b - over_C[a] - over_C[b]
         total += delta_a + delta_b
-        cost[a] += delta_a
-        cost[b] += delta_b
-        over[a], over[b], bad[a], bad[b] = over_a, over_b, bad_a, bad_b
-        count[a], count[b] = size_a, size_b
-        member[a, :size_a], label[a, :size_a] = m1[:size_a], l1[:size_a]
-        member[b, :size_b], label[b, :size_b] = m2[:size_b], l2[:size_b]
-        for i in range(size_a):
-            cell_N[m1[i]] = a
-        for i in range(size_b):
-            cell_N[m2[i]] = b
-    label_N = np.zeros(num_places, np.int64)
-    for c in range(num_cells):
-        for i in range(count[c]):
-            label_N[member[c, i]] = label[c, i]
-    return label_N, over.sum()
+        _accept(state, 0, a, size_a, delta_a, over_a, bad_a)
+        _accept(state, 1, b, size_b, delta_b, over_b, bad_b)
+
+
+@kernel
+def _accept(state, which, c, size, delta, over, bad):
+    """Let a cell be what ``_remake`` made of it."""
+    state.cost_C[c] += delta
+    state.over_C[c], state.bad_C[c], state.count_C[c] = over, bad, size
+    for i in range(size):
+        x = state.member_2R[which, i]
+        state.member_CR[c, i], state.label_CR[c, i], state.cell_N[x] = x, state.label_2R[which, i], c

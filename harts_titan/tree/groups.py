@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from harts_titan.tree.compiled import kernel
+from harts_titan.tree.draws import draw
 from harts_titan.tree.sorted_step import SortedStep, common_prefix
 
 _NUM_BUCKETS = 64
@@ -207,17 +208,6 @@ def remove(groups, x):
 
 
 @kernel
-def draw(groups, n):
-    """Return a random integer in ``[0, n)``, ``n < 2**31``: a fixed linear congruential generator (Knuth's MMIX).
-
-    The state is unsigned because the overflow of a signed product is undefined in compiled code.
-    """
-    state = groups.random_1[0] * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-    groups.random_1[0] = state
-    return np.int64(((state >> np.uint64(33)) * np.uint64(n)) >> np.uint64(31))
-
-
-@kernel
 def cheapest(groups, x, tightest, skip):
     """Find a group for leaf ``x``.
 
@@ -259,7 +249,7 @@ def cheapest(groups, x, tightest, skip):
             continue
         groups.group_K8[g, MARK] = stamp
         rows = groups.group_K8[g, ROWS] + length - shared
-        if rows > best_rows and rows <= capacity and (skip == 0 or draw(groups, 1024) >= skip):
+        if rows > best_rows and rows <= capacity and (skip == 0 or draw(groups.random_1, 1024) >= skip):
             best, best_shared, best_rows, best_leaf = g, shared, rows, y
     if best < 0 or tightest:
         level = max(left, right, 0)
@@ -286,7 +276,7 @@ def _fullest(groups, need, more_than, skip):
         g = groups.bucket_B[b]
         while g >= 0:
             rows = groups.group_K8[g, ROWS]
-            if best_rows < rows <= most and (skip == 0 or draw(groups, 1024) >= skip):
+            if best_rows < rows <= most and (skip == 0 or draw(groups.random_1, 1024) >= skip):
                 best, best_rows = g, rows
             g = groups.group_K8[g, AFTER]
         if best >= 0:

@@ -23,7 +23,7 @@ from harts_titan.tree.cell_packing import cut_cells, pack_cells
 from harts_titan.tree.cost import PlanCost
 from harts_titan.tree.levelling import deepen, fit_producer, producer_rows, shared_depths, window_levels
 from harts_titan.tree.partition import Partition
-from harts_titan.tree.placement_search import search_cells
+from harts_titan.tree.placement_search import Moves, search_cells
 from harts_titan.tree.sorted_step import SortedStep
 from harts_titan.tree.work import Placement, measure
 
@@ -78,10 +78,8 @@ def place_step(
 
     def finish(sizes_W: np.ndarray, cell_N: np.ndarray, label_N: np.ndarray, seed: int) -> Placement:
         consumers_C = np.tile(sizes_W, dp_degree)
-        moves = _MOVES * cell_N.size
-        cost_C = search_cells(
-            cell_N, label_N, consumers_C, *bounds, moves, False, balance, _HEAT, _COMPLETE, 0.0, 0.0, seed
-        )
+        moves = Moves(_MOVES * cell_N.size, weight=balance, heat=_HEAT, complete_weight=_COMPLETE, seed=seed)
+        cost_C = search_cells(cell_N, label_N, consumers_C, *bounds, moves)
         # Cells of equal size and similar cost share a window: it waits for the slowest.
         cells_WD = np.lexsort((np.arange(cost_C.size), -cost_C, -consumers_C)).reshape(-1, dp_degree)
         places = (cell_N[leaf_N], label_N[leaf_N])
@@ -91,8 +89,8 @@ def place_step(
         sizes_W = window_sizes(num_slots, max_window_slots)
         consumers_C = np.tile(sizes_W, dp_degree)
         cell_N, label_N = _deal(partition.group_N[bearing_N], consumers_C)
-        swaps = _SWAPS * cell_N.size
-        search_cells(cell_N, label_N, consumers_C, *bounds, swaps, True, balance, _SWAP_HEAT, 0.0, 0.0, 0.0, seed)
+        swaps = Moves(_SWAPS * cell_N.size, whole=True, weight=balance, heat=_SWAP_HEAT, seed=seed)
+        search_cells(cell_N, label_N, consumers_C, *bounds, swaps)
         return [finish(sizes_W, cell_N, label_N, seed)]
 
     def from_cells(seed: int) -> list[Placement]:
@@ -161,22 +159,15 @@ def _cells_first(
     if leaves.num_trajectories < consumers_C.sum():
         return None
     cell_N = cut_cells(leaves.length_N, leaves.lcp_N, consumers_C, _CUT_BALANCE)
-    anything = (leaves.length_N, leaves.minimum_LN, np.inf, pair)
-    moves = _CELL_MOVES * cell_N.size
-    search_cells(
-        cell_N,
-        np.zeros_like(cell_N),
-        consumers_C,
-        *anything,
-        moves,
-        False,
-        balance,
-        _CELL_HEAT,
-        0.0,
-        float(capacity),
-        _FILL * capacity,
-        seed,
+    moves = Moves(
+        _CELL_MOVES * cell_N.size,
+        weight=balance,
+        heat=_CELL_HEAT,
+        row_limit=float(capacity),
+        fill=_FILL * capacity,
+        seed=seed,
     )
+    search_cells(cell_N, np.zeros_like(cell_N), consumers_C, leaves.length_N, leaves.minimum_LN, np.inf, pair, moves)
     if (np.bincount(cell_N, minlength=consumers_C.size) < consumers_C).any():
         return None
     label_N, over = pack_cells(
@@ -184,12 +175,12 @@ def _cells_first(
         consumers_C,
         leaves.length_N,
         leaves.minimum_LN,
-        float(capacity),
-        pair,
-        _TRIALS,
-        balance,
-        _HOPELESS,
-        seed,
+        capacity=capacity,
+        pair=pair,
+        trials=_TRIALS,
+        weight=balance,
+        hopeless=_HOPELESS,
+        seed=seed,
     )
     return (cell_N, label_N) if over <= 0 else None
 

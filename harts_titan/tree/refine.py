@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from harts_titan.tree.compiled import kernel
+from harts_titan.tree.draws import draw
 from harts_titan.tree.groups import (
     GROUP,
     HEAD,
@@ -24,7 +25,6 @@ from harts_titan.tree.groups import (
     SIZE,
     SQUARES,
     USED,
-    draw,
     empty_groups,
     fill,
     put_back,
@@ -159,7 +159,7 @@ def _anneal(groups, search, moves, hot, cold, prices):
     energy, best, num_stale = 0, 0, 0
     for move in range(moves):
         temperature = hot + (cold - hot) * move // moves
-        limit = temperature * _EXPONENTIAL[draw(groups, 256)] // 1024
+        limit = temperature * _EXPONENTIAL[draw(groups.random_1, 256)] // 1024
         before = _price(groups, prices)
         n, saved = _ruin(groups, search.removed_M5, move)
         _arrange(groups, search, n)
@@ -213,8 +213,8 @@ def _draw_leaf(groups, move):
     """Return any leaf of a part of the sorted order that moves on: a large step stays in the processor's cache."""
     m = groups.leaf_M6.shape[0]
     if m <= _PART:
-        return draw(groups, m)
-    return (move // 8 + draw(groups, _PART)) % m
+        return draw(groups.random_1, m)
+    return (move // 8 + draw(groups.random_1, _PART)) % m
 
 
 @kernel
@@ -222,11 +222,11 @@ def _ruin(groups, removed_M5, move):
     """Take leaves out of their groups, note where they were, and return (their number, rows saved)."""
     m = groups.leaf_M6.shape[0]
     x = _draw_leaf(groups, move)
-    kind = draw(groups, _RUN + _PAIR + _SCATTERED)
+    kind = draw(groups.random_1, _RUN + _PAIR + _SCATTERED)
     n, saved = 0, 0
     if kind < _RUN:
-        run = 1 + draw(groups, _LONGEST_RUN)
-        first = max(0, x - draw(groups, run))
+        run = 1 + draw(groups.random_1, _LONGEST_RUN)
+        first = max(0, x - draw(groups.random_1, run))
         for y in range(first, min(m, first + run)):
             saved += take_out(groups, y, removed_M5, n)
             n += 1
@@ -240,7 +240,7 @@ def _ruin(groups, removed_M5, move):
                     saved += take_out(groups, y, removed_M5, n)
                     n += 1
     else:
-        for _ in range(2 + draw(groups, _MOST_SCATTERED - 1)):
+        for _ in range(2 + draw(groups.random_1, _MOST_SCATTERED - 1)):
             if groups.leaf_M6[x, GROUP] >= 0:
                 saved += take_out(groups, x, removed_M5, n)
                 n += 1
@@ -252,7 +252,7 @@ def _ruin(groups, removed_M5, move):
 def _partner(groups, x, move):
     """Return a leaf to pair with ``x``: the nearest of another group on one side, or any leaf."""
     m = groups.leaf_M6.shape[0]
-    way = draw(groups, 4) - 1
+    way = draw(groups.random_1, 4) - 1
     if way == -1 or way == 1:
         y = x + way
         while 0 <= y < m and abs(y - x) <= _LARGEST_GROUP:
@@ -265,13 +265,13 @@ def _partner(groups, x, move):
 @kernel
 def _arrange(groups, search, n):
     """Put the removed leaves into one of several orders of insertion."""
-    order, order_M2 = draw(groups, 8), search.order_M2
+    order, order_M2 = draw(groups.random_1, 8), search.order_M2
     for i in range(n):
         x = search.removed_M5[i, 0]
         if order < 3:
             key = -groups.leaf_M6[x, LENGTH]
         elif order < 5:
-            key = draw(groups, 1 << 20)
+            key = draw(groups.random_1, 1 << 20)
         elif order < 6:
             key = x
         elif order < 7:

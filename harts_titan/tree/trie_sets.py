@@ -1,8 +1,7 @@
 """Sets of trajectories in sorted order, and what they cost: the kernels under the searches of Level 2.
 
-A set is ``member[:n]``, ascending sorted places, with the consumer of each in ``label[:n]``. Its cost is that of its
-trie: the first ``t`` tokens of a trajectory cost ``H(t) = t + pair * t * (t + 1) / 2`` rows, so a set costs
-``sum H(length) - sum H(common prefix of neighbours)``.
+A set is ``member[:n]``, ascending sorted places. Its cost is that of its trie: the first ``t`` tokens of a trajectory
+cost ``H(t) = t + pair * t * (t + 1) / 2`` rows, so a set costs ``sum H(length) - sum H(common prefix of neighbours)``.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import numba
 import numpy as np
 
 from harts_titan.tree.compiled import kernel
+from harts_titan.tree.draws import draw
 from harts_titan.tree.sorted_step import common_prefix
 
 
@@ -28,82 +28,48 @@ def find(member, n, x):
 
 
 @numba.njit(cache=True, nogil=True, inline="always")
-def draw(random):
-    """Return 31 bits of a linear congruential generator: the same on every machine."""
-    random[0] = random[0] * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-    return np.int64(random[0] >> np.uint64(33))
-
-
-@numba.njit(cache=True, nogil=True, inline="always")
 def _cost(depth, pair):
     return depth + pair * (0.5 * depth * (depth + 1))
 
 
 @kernel
-def gather(member, label, n, consumer, x, reach, minimum_LN, out):
-    """Write the members of ``consumer`` that form a subtree around ``x``; return their number.
+def gather(member, n, x, reach, minimum_LN, out):
+    """Write the members of a set that form a subtree around its member ``x``; return their number.
 
     It is the largest subtree that leaves out the members ``reach`` away on either side.
     """
     at = find(member, n, x)
-    # Members of the consumer to the left, nearest first, then to the right.
-    left, i = 0, at - 1
-    while i >= 0 and left < reach:
-        if label[i] == consumer:
-            left += 1
-            out[reach - left] = member[i]
-        i -= 1
-    out[reach] = x
-    right, i = 0, at + 1
-    while i < n and right < reach:
-        if label[i] == consumer:
-            right += 1
-            out[reach + right] = member[i]
-        i += 1
     depth = 0
-    if left == reach:
-        depth = max(depth, common_prefix(minimum_LN, out[0], x) + 1)
-    if right == reach:
-        depth = max(depth, common_prefix(minimum_LN, x, out[2 * reach]) + 1)
-    first, last = reach - left, reach + right
-    while first < reach and (reach - first >= reach or common_prefix(minimum_LN, out[first], x) < depth):
+    if at >= reach:
+        depth = common_prefix(minimum_LN, member[at - reach], x) + 1
+    if at + reach < n:
+        depth = max(depth, common_prefix(minimum_LN, x, member[at + reach]) + 1)
+    first, last = max(0, at - reach + 1), min(n - 1, at + reach - 1)
+    while first < at and common_prefix(minimum_LN, member[first], x) < depth:
         first += 1
-    while last > reach and (last - reach >= reach or common_prefix(minimum_LN, x, out[last]) < depth):
+    while last > at and common_prefix(minimum_LN, x, member[last]) < depth:
         last -= 1
     size = last - first + 1
     for i in range(size):
-        out[i] = out[first + i]
+        out[i] = member[first + i]
     return size
 
 
 @kernel
-def _shared_after(member, label, n, consumer, skip, num_skip, add, num_add, minimum_LN, pair):
-    """Return what inserting ``add`` into a sorted set saves: the gain of ``sum H(common prefix of neighbours)``.
-
-    The set is the cell's members (``consumer < 0``) or one consumer's, without ``skip``.
-    """
+def _shared_after(member, n, skip, num_skip, add, num_add, minimum_LN, pair):
+    """Return what inserting ``add`` into a set without ``skip`` saves: the gain of ``sum H(common prefix)``."""
     at = find(member, n, add[0])
-    before, i = -1, at - 1
-    s = num_skip - 1
-    while s >= 0 and skip[s] >= add[0]:
-        s -= 1
-    while i >= 0:
-        while s >= 0 and skip[s] > member[i]:
-            s -= 1
-        if (consumer < 0 or label[i] == consumer) and not (s >= 0 and skip[s] == member[i]):
-            before = member[i]
-            break
-        i -= 1
-    gain = 0.0
-    old, new = before, before
-    i, s, a = at, 0, 0
+    s = find(skip, num_skip, add[0])
+    before = at - 1
+    while before >= 0 and s - at + before >= 0 and skip[s - at + before] == member[before]:
+        before -= 1
+    old = member[before] if before >= 0 else -1
+    gain, new = 0.0, old
+    i, a = at, 0
     while True:
-        while i < n:
-            while s < num_skip and skip[s] < member[i]:
-                s += 1
-            if (consumer < 0 or label[i] == consumer) and not (s < num_skip and skip[s] == member[i]):
-                break
+        while i < n and s < num_skip and skip[s] == member[i]:
             i += 1
+            s += 1
         if a < num_add and (i >= n or add[a] < member[i]):
             if new >= 0:
                 gain += _cost(common_prefix(minimum_LN, new, add[a]), pair)
@@ -112,10 +78,10 @@ def _shared_after(member, label, n, consumer, skip, num_skip, add, num_add, mini
             continue
         if i >= n:
             return gain
-        if new >= 0:
+        if new != old:
             gain += _cost(common_prefix(minimum_LN, new, member[i]), pair)
-        if old >= 0:
-            gain -= _cost(common_prefix(minimum_LN, old, member[i]), pair)
+            if old >= 0:
+                gain -= _cost(common_prefix(minimum_LN, old, member[i]), pair)
         if a == num_add:
             return gain
         old = new = member[i]
@@ -123,50 +89,93 @@ def _shared_after(member, label, n, consumer, skip, num_skip, add, num_add, mini
 
 
 @kernel
-def change(member, label, n, consumer, out, num_out, inn, num_inn, length_N, minimum_LN, pair):
-    """Return by how much the cost of a sorted set grows when ``out`` leaves and ``inn`` enters."""
+def change(member, n, out, num_out, inn, num_inn, length_N, minimum_LN, pair):
+    """Return by how much the cost of a set grows when its members ``out`` leave and ``inn`` enter."""
     delta = 0.0
     if num_inn > 0:
-        delta -= _shared_after(member, label, n, consumer, out, num_out, inn, num_inn, minimum_LN, pair)
+        delta -= _shared_after(member, n, out, num_out, inn, num_inn, minimum_LN, pair)
         for i in range(num_inn):
             delta += _cost(length_N[inn[i]], pair)
     if num_out > 0:
-        delta += _shared_after(member, label, n, consumer, out, num_out, out, num_out, minimum_LN, pair)
+        delta += _shared_after(member, n, out, num_out, out, num_out, minimum_LN, pair)
         for i in range(num_out):
             delta -= _cost(length_N[out[i]], pair)
     return delta
 
 
 @kernel
-def merge(member, label, n, out, num_out, inn, num_inn, consumer, new_member, new_label):
-    """Write a set without ``out`` and with ``inn`` under ``consumer`` to new arrays; return its size."""
+def merge(member, n, out, num_out, inn, num_inn, new_member):
+    """Write a set without its members ``out`` and with ``inn`` to another array; return its size."""
     i, r, a, size = 0, 0, 0, 0
     while i < n or a < num_inn:
         if i < n and r < num_out and member[i] == out[r]:
             i += 1
             r += 1
         elif a < num_inn and (i >= n or inn[a] < member[i]):
-            new_member[size], new_label[size] = inn[a], consumer
+            new_member[size] = inn[a]
             size += 1
             a += 1
         else:
-            new_member[size], new_label[size] = member[i], label[i]
+            new_member[size] = member[i]
             size += 1
             i += 1
     return size
 
 
 @kernel
-def cell_cost(member, label, n, consumer, length_N, minimum_LN, pair):
-    """Return the cost of a cell's trie (``consumer < 0``) or of one consumer's, in rows."""
-    total, last = 0.0, -1
+def exchange(member, n, out, num_out, inn, num_inn, scratch):
+    """Take ``out`` out of a set and put ``inn`` in; return its size."""
+    size = merge(member, n, out, num_out, inn, num_inn, scratch)
+    for i in range(size):
+        member[i] = scratch[i]
+    return size
+
+
+@kernel
+def set_cost(member, n, length_N, minimum_LN, pair):
+    """Return the cost of a set's trie, in rows."""
+    total = 0.0
     for i in range(n):
-        if consumer < 0 or label[i] == consumer:
-            total += _cost(length_N[member[i]], pair)
-            if last >= 0:
-                total -= _cost(common_prefix(minimum_LN, last, member[i]), pair)
-            last = member[i]
+        total += _cost(length_N[member[i]], pair)
+        if i > 0:
+            total -= _cost(common_prefix(minimum_LN, member[i - 1], member[i]), pair)
     return total
+
+
+@kernel
+def fill_sets(set_N, member_SR, size_S):
+    """List the members of each set in a table: ``set_N`` is the set of each place."""
+    size_S[:] = 0
+    for x in range(set_N.shape[0]):
+        c = set_N[x]
+        member_SR[c, size_S[c]] = x
+        size_S[c] += 1
+
+
+def near_places(chance: float) -> np.ndarray:
+    """Return distances to a neighbour: int64 (1024,) quantiles of 1, 2, ..., each next one with the given chance.
+
+    Products are the same on every machine; logarithms need not be.
+    """
+    power = np.multiply.accumulate(np.full(256, chance))
+    return 1 + np.searchsorted(-power, -(np.arange(1024) + 0.5) / 1024)
+
+
+@kernel
+def neighbour(random_1, x, num_places, near):
+    """Draw a place near ``x`` from distances of :func:`near_places`; -1 where it would be outside."""
+    far = near[draw(random_1, near.shape[0])]
+    y = x + far if draw(random_1, 2) == 0 else x - far
+    return y if 0 <= y < num_places else -1
+
+
+@kernel
+def balance_change(cost_C, total, share_C, a, b, delta_a, delta_b):
+    """Return the change of ``sum (cost - target)^2 / target`` of two sets; the targets are shares of the total."""
+    target_a, target_b = total * share_C[a], total * share_C[b]
+    from_a, from_b = cost_C[a] - target_a, cost_C[b] - target_b
+    square_a = ((from_a + delta_a) ** 2 - from_a * from_a) / target_a
+    return square_a + ((from_b + delta_b) ** 2 - from_b * from_b) / target_b
 
 
 @kernel

@@ -11,9 +11,9 @@ from harts_titan.tree.cost import PlanCost
 from harts_titan.tree.levelling import deepen, fit_producer, producer_rows, shared_depths, window_levels
 from harts_titan.tree.partition import partition_step
 from harts_titan.tree.placement import alone, place_step, window_sizes
-from harts_titan.tree.placement_search import cell_cost, search_cells
+from harts_titan.tree.placement_search import Moves, search_cells
 from harts_titan.tree.sorted_step import SortedStep
-from harts_titan.tree.trie_sets import rows_needed
+from harts_titan.tree.trie_sets import rows_needed, set_cost
 from harts_titan.tree.work import measure
 
 ATTENTION = PlanCost(forward_row=50, forward_pair=3, backward_row=110, backward_pair=7, head_forward_row=11)
@@ -129,9 +129,9 @@ def test_search_keeps_capacity_and_accounts_exactly(seed, whole):
     partition = partition_step(step, capacity=capacity, dp_degree=2)
     consumers = np.full(2, partition.num_groups // 2)
     cell, label = partition.group_N % 2, partition.group_N // 2
-    before = [cell_cost(m, m, m.size, -1, step.length_N, step.minimum_LN, 0.1) for m in members(cell, 2)]
-    options = (step.length_N, step.minimum_LN, float(capacity), 0.1, 3000, whole, 4.0, 0.0, 0.1, 0.0, 0.0, seed)
-    cost = search_cells(cell, label, consumers, *options)
+    before = [set_cost(m, m.size, step.length_N, step.minimum_LN, 0.1) for m in members(cell, 2)]
+    moves = Moves(3000, whole=whole, weight=4.0, complete_weight=0.1, seed=seed)
+    cost = search_cells(cell, label, consumers, step.length_N, step.minimum_LN, float(capacity), 0.1, moves)
     expected = [
         sum(1 + 0.1 * len(row) for row in set().union(*(prefixes(paths[x]) for x in m))) for m in members(cell, 2)
     ]
@@ -178,7 +178,16 @@ def test_packing_fits_every_consumer_or_says_how_much_is_too_much(seed):
         if (np.bincount(cell, minlength=3) < consumers).any():
             continue
         label, over = pack_cells(
-            cell, consumers, step.length_N, step.minimum_LN, float(capacity), 0.0, 300, 3.0, 1.0, seed
+            cell,
+            consumers,
+            step.length_N,
+            step.minimum_LN,
+            capacity=float(capacity),
+            pair=0.0,
+            trials=300,
+            weight=3.0,
+            hopeless=1.0,
+            seed=seed,
         )
         sizes = [
             len(set().union(*(prefixes(paths[x]) for x in np.flatnonzero((cell == c) & (label == k)))))
