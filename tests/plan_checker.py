@@ -170,7 +170,8 @@ def check_step(tokens, offsets, plan, head, cost, nodewise):
     for way, pairs in (("forward", attended), ("backward", recomputed)):
         parts = cost[f"{way}_row"] * aligned + cost[f"{way}_pair"] * pairs + cost[f"head_{way}_row"] * whole
         phi += parts.max(axis=1).sum()
-    bound = lower_bound(*segments(np.arange(len(parent_G)), parent_G, depth_G), head["capacity"], D)
+    parts = segments(np.arange(len(parent_G)), parent_G, depth_G, [path[-1] for path in rows])  # a prefix may be alone
+    bound = lower_bound(*parts, head["capacity"], D)
     # fmt: off
     figures |= {
         "trajectories": len(length), "original_tokens": len(tokens), "distinct_tokens": len(parent_G),

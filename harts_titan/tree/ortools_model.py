@@ -155,7 +155,8 @@ def greedy_groups(shard: Shard, capacity: int) -> np.ndarray:
     candidates = [_contiguous(shard, capacity)]
     for order in (np.arange(shard.num_leaves), np.argsort(-shard.length_L, kind="stable")):
         candidates.extend(_insertion(shard, capacity, order, most_shared) for most_shared in (True, False))
-    best = min(candidates, key=lambda group_L: int(shard.rows(group_L).sum()))
+    # Of equal ones the fewest microbatches: more than `microbatch_limit` are no start for the model.
+    best = min(candidates, key=lambda group_L: (int(shard.rows(group_L).sum()), np.unique(group_L).size))
     return number_by_first_use(best)
 
 
@@ -168,18 +169,19 @@ def number_by_first_use(group_L: np.ndarray) -> np.ndarray:
 
 
 def _contiguous(shard: Shard, capacity: int) -> np.ndarray:
-    """Cheapest partition into runs of the sorted order, any number of them."""
+    """Cheapest partition into runs of the sorted order, and of equally cheap ones the one with the fewest runs."""
     length, lcp, n = shard.length_L.tolist(), shard.lcp_L.tolist(), shard.num_leaves
-    best, start = [0] + [0] * n, [0] * (n + 1)
+    best, start = [(0, 0)] * (n + 1), [0] * (n + 1)
     for end in range(1, n + 1):
         rows = length[end - 1]
-        best[end], start[end] = best[end - 1] + rows, end - 1
+        best[end], start[end] = (best[end - 1][0] + rows, best[end - 1][1] + 1), end - 1
         for first in range(end - 2, -1, -1):
             rows += length[first] - lcp[first + 1]
             if rows > capacity:
                 break
-            if best[first] + rows < best[end]:
-                best[end], start[end] = best[first] + rows, first
+            candidate = (best[first][0] + rows, best[first][1] + 1)
+            if candidate < best[end]:
+                best[end], start[end] = candidate, first
     group_L, end = np.zeros(n, np.int64), n
     while end > 0:
         group_L[start[end] : end] = start[end]

@@ -72,6 +72,15 @@ def test_plans_are_proven(tmp_path, dp, options):
     )
 
 
+@pytest.mark.parametrize("dp", [2, 3, 8])
+def test_prefixes_of_each_other(tmp_path, dp):
+    # Microbatches of short ones do not have all rows of the path that all of them lie on.
+    paths = [np.arange(n) for n in range(1, 24)]
+    inputs = write(tmp_path, [(np.concatenate(paths).astype(np.int32), np.cumsum([0, *map(len, paths)]))])
+    total = check(inputs, *planned(tmp_path, inputs, "--dp", dp, "--planner", "l1", *SMALL))
+    assert total["l1_lower_bound"] == 23 + dp - 1 and total["slots"] == 1
+
+
 @pytest.mark.parametrize("first", range(0, 64, 16))
 def test_forks_at_every_offset_of_a_chunk(tmp_path, first):
     seeds = range(first, first + 16)

@@ -176,6 +176,31 @@ def test_greedy_start_is_a_partition_of_leaves(seed):
     assert sum(group_rows(ordered, groups[shard.leaf_M].tolist())) == sum(rows)
 
 
+@pytest.mark.parametrize("first_feasible", [True, False])
+@pytest.mark.parametrize("dp_degree", [1, 2])
+def test_nothing_shared_fills_microbatches(dp_degree, first_feasible):
+    # One run a trajectory costs no row more than one for all.
+    need_ortools()
+    step, _ = sorted_step([[i, 0] for i in range(9)])
+    result = ortools_partition(
+        step, capacity=64, dp_degree=dp_degree, seconds_per_shard=5.0, first_feasible=first_feasible
+    )
+    assert result.placement.num_slots == 1 and len(result.shards) == dp_degree
+    shard = Shard.build(step.length_N, step.lcp_N)
+    for capacity in range(2, 20):
+        assert np.unique(greedy_groups(shard, capacity)).size == -(-9 // (capacity // 2))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_greedy_start_is_within_the_limit(seed):
+    rng = np.random.default_rng(seed)
+    step, _ = sorted_step([rng.integers(0, 40, rng.integers(1, 12)) for _ in range(30)])
+    shard = Shard.build(step.length_N, step.lcp_N)
+    for capacity in range(int(step.length_N.max()), 80, 7):
+        rows = shard.rows(greedy_groups(shard, capacity))
+        assert rows.size <= shard.microbatch_limit(int(rows.sum()), capacity)
+
+
 def test_items_are_largest_subtrees_within_the_limit():
     step, _ = sorted_step([[0, 1, 1], [0, 1, 2], [0, 2], [0, 2, 1], [0, 2, 2], [3]])
     assert subtree_items(step, step.original_tokens).tolist() == [0, 6]
