@@ -45,7 +45,7 @@ from harts_titan.ops.attention.reference import tree_attention_path
 from harts_titan.ops.kda import PackedSequences
 from harts_titan.ops.kda.fla_pinned import PINNED
 from harts_titan.ops.kda.triton_op import SCAN_BLOCK_V, _scan_options, kda_triton, prepare_tables
-from harts_titan.ops.short_conv.taps import tap_readers
+from harts_titan.ops.short_conv.taps import chain_tables
 from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
 from harts_titan.tree.plan import CallLayout
 from tests.numerics import kernel_checks as checks
@@ -349,13 +349,12 @@ def short_conv() -> Report:
         tap = layouts[mode].conv_tap_TW.to(DEVICE)
         x = torch.randn(tap.shape[0], channels, device=DEVICE, dtype=DTYPE, requires_grad=True)
         weight = torch.randn(channels, tap.shape[1], device=DEVICE, requires_grad=True)
-        readers = tap_readers(tap, tap.shape[0])
+        tables = chain_tables(tap, tap.shape[0])
         report[mode] = timed_pair(
-            lambda x, w, tap=tap, readers=readers: tree_short_conv_triton(x, w, tap, readers),
+            lambda x, w, tap=tap, tables=tables: tree_short_conv_triton(x, w, tap, tables),
             [x, weight],
             torch.randn_like(x),
         )
-        report[mode]["tap_readers"] = median_ms(lambda tap=tap: tap_readers(tap, tap.shape[0]))
     report["expanded_over_compact"] = ratios(report["expanded"], report["compact"])
     return report
 

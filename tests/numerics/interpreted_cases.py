@@ -17,7 +17,7 @@ from harts_titan.models.common.tree_inputs import packed_sequences
 from harts_titan.ops.kda import PackedSequences, kda, prepare_kda
 from harts_titan.ops.kda.triton_op import kda_triton, prepare_tables
 from harts_titan.ops.short_conv import ConvTaps, prepare_short_conv, tree_short_conv, triton_op
-from harts_titan.ops.short_conv.taps import tap_readers
+from harts_titan.ops.short_conv.taps import chain_tables
 from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
 
 # Forks inside a chunk, at a chunk boundary and three deep; two rounds, replay rows, one exported state shared by two.
@@ -109,29 +109,26 @@ def conv_external_rows() -> dict[str, object]:
 
 
 def tables_are_built_once() -> dict[str, object]:
-    """After ``prepare_*`` neither a forward nor a backward pass of any layer inverts taps or builds KDA tables."""
+    """After ``prepare_*`` neither a forward nor a backward pass of any layer cuts chains or builds KDA tables."""
     layout = checks.layout_of([(-1, 5), (0, 3), (0, 2)], 32)
     sequences = packed_sequences(layout, "cpu")
     taps = ConvTaps(layout.conv_tap_TW, layout.num_rows)
-    with torch.no_grad():
-        prepare_short_conv(taps, dtype=torch.float32, backend="triton")
-    assert "readers" not in vars(taps), "a forward pass without gradients does not need the inverse"
     prepare_short_conv(taps, dtype=torch.float32, backend="triton")
     prepare_kda(sequences, dtype=torch.float32, backend="triton")
-    built = taps.readers, prepare_tables(sequences)
+    built = taps.tables, prepare_tables(sequences)
     x, weight = torch.randn(layout.num_rows, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
 
     def layers(backend: str) -> list[torch.Tensor]:
         y = tree_short_conv(tree_short_conv(x, weight, taps, backend=backend), weight, taps, backend=backend)
         return [y, *torch.autograd.grad(y.square().sum(), (x, weight))]
 
-    invert, triton_op.tap_readers = triton_op.tap_readers, None
+    build, triton_op.chain_tables = triton_op.chain_tables, None
     try:
         ours = layers("triton")
     finally:
-        triton_op.tap_readers = invert
+        triton_op.chain_tables = build
     torch.testing.assert_close(ours, layers("reference"), rtol=1e-5, atol=1e-5)
-    assert taps.readers is built[0] and prepare_tables(sequences) is built[1]
+    assert taps.tables is built[0] and prepare_tables(sequences) is built[1]
     return {}
 
 
@@ -164,8 +161,8 @@ def ops_are_well_formed() -> dict[str, object]:
     tap = torch.tensor([[-1, -1, -1, 0], [-1, -1, 0, 1], [-1, 0, 1, 2]])
     x, weight = torch.randn(3, 5, requires_grad=True), torch.randn(5, 4, requires_grad=True)
     tests = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    for readers in ([], list(tap_readers(tap, 3))):
-        torch.library.opcheck(torch.ops.harts_titan.tree_short_conv, (x, weight, tap, readers), test_utils=tests)
+    for tables in ([], list(chain_tables(tap, 3))):
+        torch.library.opcheck(torch.ops.harts_titan.tree_short_conv, (x, weight, tap, tables), test_utils=tests)
     setting = checks.Setting("cpu", torch.float32, num_heads=1, key_dim=16, value_dim=16, chunk_size=32)
     sequences = PackedSequences.build(
         chunk_size=32,

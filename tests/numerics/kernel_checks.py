@@ -342,7 +342,7 @@ def check_kda_prefix(setting: Setting, *, length: int, cuts: list[int]) -> dict[
 
 def check_conv(segments: Segments, setting: Setting, *, channels: int, seed: int = 0) -> dict[str, object]:
     """Outputs and gradients against float64 and plain PyTorch of the same precision; bits per trajectory."""
-    from harts_titan.ops.short_conv.taps import tap_readers
+    from harts_titan.ops.short_conv.taps import chain_tables
     from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
 
     layout = layout_of(segments, setting.chunk_size)
@@ -353,7 +353,7 @@ def check_conv(segments: Segments, setting: Setting, *, channels: int, seed: int
     # A slice, as a fused projection gives.
     x = wide[:, channels:].requires_grad_()
     dy = torch.randn(tap.shape[0], channels, generator=generator).to(setting.device, setting.dtype)
-    y = tree_short_conv_triton(x, weight, tap, tap_readers(tap, tap.shape[0]))
+    y = tree_short_conv_triton(x, weight, tap, chain_tables(tap, tap.shape[0]))
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
     dx_again, dw_again = torch.autograd.grad(tree_short_conv_triton(x, weight, tap), (x, weight), dy)
     assert torch.equal(dx, dx_again) and torch.equal(dw, dw_again), "gradients differ between two runs"

@@ -7,6 +7,7 @@ interpreter's and none of the package's:
 * fla re-exports ``tl.gather``, which the interpreter does not replace; fla has a load path for that;
 * it rejects the 'bf16x3' product of fla's safe-gate backward;
 * triton 3.6 makes range bounds with ``int()`` of a one-element array, which numpy 2.4 refuses;
+* a scalar condition that meets a block of conditions becomes 32-bit integers, which are no mask;
 * it has no driver, which fla asks for the device's shared memory (fla already falls back).
 """
 
@@ -44,3 +45,13 @@ def _patch_index(tensor, *rest):
 
 
 interpreter._patch_lang_tensor = _patch_index
+
+_splat = interpreter.InterpreterBuilder.create_splat
+
+
+def _splat_condition(self, ret_ty, arg):
+    result = _splat(self, ret_ty, arg)
+    return type(result)(result.data.astype(bool), result.dtype) if arg.data.dtype == bool else result
+
+
+interpreter.InterpreterBuilder.create_splat = _splat_condition

@@ -1,77 +1,310 @@
 """Triton kernels of the short convolution along tree paths.
 
-Every row gathers its taps from the true previous tokens of its path, so no kernel knows about segments. Gradients are
-sums over the rows that read a row, taken in a fixed order (no atomics): ``dx`` over an inverse tap table, the weight
-gradient over row blocks. ``tap`` is (T, W), oldest tap first, -1 before the root.
+A program owns ``BT`` output rows and ``BD`` channels and walks down the rows, the values of the last taps in registers:
+every input is read once, and in the backward pass the gradient of the tap sum never leaves the registers. What a row
+reads is given by tables (``taps.ChainTables``), so the rows may be any tree:
 
-Sums over taps run in float32 in tap order, whatever else is in the call: a row's bits depend on its path alone.
+* a *chain* is a run of rows each of which continues the path of the row before; its first row, the *head*, loads the
+  taps of its own path;
+* a gradient sum belongs to one chain and one path row. The sum of a path row that no other chain reads goes to ``dx``,
+  the others to a float32 slot each, and ``conv_backward_join`` adds the slots of a row in table order.
+
+Groups of ``U`` rows inside a chain, whose path rows are consecutive and whose sums need no slot, are *plain*: their
+addresses are known without the tables and all their loads are issued at once. No atomics: repeats are bit-equal.
+
+Taps are numbered 0 (oldest) to 3 (the row itself); a filter with ``W < 4`` taps has zero weights in front. Sums over
+taps run in float32 in tap order by fused multiply-adds: a row's bits depend on its path alone.
 """
+
+# ruff: noqa: RUF005  (Triton has no starred tuples)
 
 import triton
 import triton.language as tl
 
+HEAD = tl.constexpr(1)
+LAST = tl.constexpr(2)
+"""Bits of ``ChainTables.kind_T``."""
+
 
 @triton.jit
-def conv_forward(x, weight, tap, y, T, D, x_stride, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """``y[t] = silu(sum_j x[tap[t, j]] * weight[:, j])``."""
+def _load_weight(weight, o_d, m_d, j: tl.constexpr, W: tl.constexpr):
+    if j + W < 4:
+        b_w = (o_d * 0).to(tl.float32)
+    else:
+        b_w = tl.load(weight + o_d * W + (j + W - 4), mask=m_d, other=0.0).to(tl.float32)
+    return b_w
+
+
+@triton.jit
+def _load_tap(x, x_stride, tap, i_t, o_d, m_d, j: tl.constexpr):
+    """Input of tap ``j`` of row ``i_t``; zero before the root."""
+    i_x = tl.load(tap + i_t * 4 + j).to(tl.int64)
+    return tl.load(x + i_x * x_stride + o_d, mask=m_d & (i_x >= 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tap_sum(x0, x1, x2, x3, w0, w1, w2, w3):
+    return tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
+
+
+@triton.jit
+def conv_forward(
+    x,
+    weight,
+    tap,
+    kind,
+    base,
+    y,
+    T,
+    D,
+    x_stride,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    U: tl.constexpr,
+):
+    """``y[t] = silu(sum_j x[tap[t, j]] * weight[:, j])``; ``base`` is the first path row of a plain group, else -1."""
     ND = (D + BD - 1) // BD
     pid = tl.program_id(0)
-    o_t = ((pid // ND) * BT + tl.arange(0, BT)).to(tl.int64)
+    i_b = (pid // ND).to(tl.int64) * BT
+    i_e = tl.minimum(i_b + BT, T)
     o_d = (pid % ND) * BD + tl.arange(0, BD)
-    m_t = o_t < T
     m_d = o_d < D
-    b_a = tl.zeros([BT, BD], dtype=tl.float32)
-    for j in tl.static_range(W):
-        i_x = tl.load(tap + o_t * W + j, mask=m_t, other=-1).to(tl.int64)
-        b_w = tl.load(weight + o_d * W + j, mask=m_d, other=0.0).to(tl.float32)
-        m_x = (i_x >= 0)[:, None] & m_d[None, :]
-        b_x = tl.load(x + i_x[:, None] * x_stride + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
-        b_a += b_x * b_w[None, :]
-    b_y = b_a * tl.sigmoid(b_a)
-    tl.store(y + o_t[:, None] * D + o_d[None, :], b_y.to(y.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
+    w0 = _load_weight(weight, o_d, m_d, 0, W)
+    w1 = _load_weight(weight, o_d, m_d, 1, W)
+    w2 = _load_weight(weight, o_d, m_d, 2, W)
+    w3 = _load_weight(weight, o_d, m_d, 3, W)
+    x0 = _load_tap(x, x_stride, tap, i_b, o_d, m_d, 0)
+    x1 = _load_tap(x, x_stride, tap, i_b, o_d, m_d, 1)
+    x2 = _load_tap(x, x_stride, tap, i_b, o_d, m_d, 2)
+    NG = tl.cdiv(i_e - i_b, U).to(tl.int32)
+    i_next = tl.load(base + i_b // U).to(tl.int64)
+    for i_g in range(0, NG):
+        i_t = i_b + i_g * U
+        i_x = i_next
+        # One group ahead: the branch must not wait for it.
+        i_next = tl.load(base + i_t // U + 1).to(tl.int64)
+        if i_x >= 0:
+            p_x = x + i_x * x_stride + o_d
+            p_y = y + i_t * D + o_d
+            xs = ()
+            for u in tl.static_range(U):
+                xs = xs + (tl.load(p_x + u * x_stride, mask=m_d, other=0.0),)
+            for u in tl.static_range(U):
+                x3 = xs[u].to(tl.float32)
+                a = _tap_sum(x0, x1, x2, x3, w0, w1, w2, w3)
+                tl.store(p_y + u * D, (a * tl.sigmoid(a)).to(y.dtype.element_ty), mask=m_d)
+                x0 = x1
+                x1 = x2
+                x2 = x3
+        else:
+            for i_u in range(0, tl.minimum(i_e - i_t, U).to(tl.int32)):
+                i_r = i_t + i_u
+                if (tl.load(kind + i_r) & HEAD) != 0:
+                    x0 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 0)
+                    x1 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 1)
+                    x2 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 2)
+                x3 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 3)
+                a = _tap_sum(x0, x1, x2, x3, w0, w1, w2, w3)
+                tl.store(y + i_r * D + o_d, (a * tl.sigmoid(a)).to(y.dtype.element_ty), mask=m_d)
+                x0 = x1
+                x1 = x2
+                x2 = x3
 
 
 @triton.jit
-def conv_backward_sum(x, weight, tap, dy, da, dw, T, D, x_stride, W: tl.constexpr, BT: tl.constexpr, BD: tl.constexpr):
-    """Gradient ``da`` of the tap sum (silu undone), and each row block's share of the weight gradient."""
+def _emit(dx, slots, target, i_t, j: tl.constexpr, b_d, D, o_d, m_d, OWNED):
+    """Store the finished sum of tap ``j`` of row ``i_t``: a row of ``dx``, a slot (-2 - slot), or nothing (-1)."""
+    if OWNED:
+        i_o = tl.load(target + i_t * 4 + j).to(tl.int64)
+        if i_o >= 0:
+            tl.store(dx + i_o * D + o_d, b_d.to(dx.dtype.element_ty), mask=m_d)
+        if i_o < -1:
+            tl.store(slots + (-2 - i_o) * D + o_d, b_d, mask=m_d)
+
+
+@triton.jit
+def _silu_gradient(a, g):
+    s = tl.sigmoid(a)
+    return g * (s * tl.fma(a, 1.0 - s, 1.0))
+
+
+@triton.jit
+def conv_backward(
+    x,
+    weight,
+    tap,
+    kind,
+    base,
+    target,
+    dy,
+    dx,
+    slots,
+    dw,
+    T,
+    D,
+    x_stride,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    U: tl.constexpr,
+):
+    """Gradient of the inputs, and each row block's share (W, D) of the weight gradient.
+
+    A block's sums also need the rows after it that read its rows: up to three more rows of its last chain are computed
+    again. ``base`` is -1 unless the sums that a group finishes go to consecutive rows of ``dx``.
+    """
     ND = (D + BD - 1) // BD
     pid = tl.program_id(0)
-    i_t = (pid // ND).to(tl.int64)
-    o_t = i_t * BT + tl.arange(0, BT)
+    i_n = (pid // ND).to(tl.int64)
+    i_b = i_n * BT
+    i_e = tl.minimum(i_b + BT, T)
     o_d = (pid % ND) * BD + tl.arange(0, BD)
-    m_t = o_t < T
     m_d = o_d < D
-    m_td = m_t[:, None] & m_d[None, :]
-    b_a = tl.zeros([BT, BD], dtype=tl.float32)
-    for j in tl.static_range(W):
-        i_x = tl.load(tap + o_t * W + j, mask=m_t, other=-1).to(tl.int64)
-        b_w = tl.load(weight + o_d * W + j, mask=m_d, other=0.0).to(tl.float32)
-        m_x = (i_x >= 0)[:, None] & m_d[None, :]
-        b_x = tl.load(x + i_x[:, None] * x_stride + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
-        b_a += b_x * b_w[None, :]
-    b_s = tl.sigmoid(b_a)
-    b_g = tl.load(dy + o_t[:, None] * D + o_d[None, :], mask=m_td, other=0.0).to(tl.float32)
-    b_g = b_g * (b_s * (1.0 + b_a * (1.0 - b_s)))
-    tl.store(da + o_t[:, None] * D + o_d[None, :], b_g, mask=m_td)
-    for j in tl.static_range(W):
-        i_x = tl.load(tap + o_t * W + j, mask=m_t, other=-1).to(tl.int64)
-        m_x = (i_x >= 0)[:, None] & m_d[None, :]
-        b_x = tl.load(x + i_x[:, None] * x_stride + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
-        tl.store(dw + (i_t * D + o_d) * W + j, tl.sum(b_g * b_x, 0), mask=m_d)
+    w0 = _load_weight(weight, o_d, m_d, 0, W)
+    w1 = _load_weight(weight, o_d, m_d, 1, W)
+    w2 = _load_weight(weight, o_d, m_d, 2, W)
+    w3 = _load_weight(weight, o_d, m_d, 3, W)
+    x0 = _load_tap(x, x_stride, tap, i_b, o_d, m_d, 0)
+    x1 = _load_tap(x, x_stride, tap, i_b, o_d, m_d, 1)
+    x2 = _load_tap(x, x_stride, tap, i_b, o_d, m_d, 2)
+    # Gradient sums of the taps in x0, x1, x2.
+    d0 = tl.zeros([BD], dtype=tl.float32)
+    d1 = tl.zeros([BD], dtype=tl.float32)
+    d2 = tl.zeros([BD], dtype=tl.float32)
+    dw0 = tl.zeros([BD], dtype=tl.float32)
+    dw1 = tl.zeros([BD], dtype=tl.float32)
+    dw2 = tl.zeros([BD], dtype=tl.float32)
+    dw3 = tl.zeros([BD], dtype=tl.float32)
+    # Sums of earlier rows belong to the block before, those of a head's taps to the block of the head.
+    i_own = tl.where((tl.load(kind + i_b) & HEAD) != 0, i_b - 3, i_b)
+    NG = tl.cdiv(i_e - i_b, U).to(tl.int32)
+    i_next = tl.load(base + i_b // U).to(tl.int64)
+    for i_g in range(0, NG):
+        i_t = i_b + i_g * U
+        i_x = i_next
+        i_next = tl.load(base + i_t // U + 1).to(tl.int64)
+        if i_x >= 0:
+            p_x = x + i_x * x_stride + o_d
+            p_g = dy + i_t * D + o_d
+            p_d = dx + (i_x - 3) * D + o_d
+            xs = ()
+            gs = ()
+            for u in tl.static_range(U):
+                xs = xs + (tl.load(p_x + u * x_stride, mask=m_d, other=0.0),)
+                gs = gs + (tl.load(p_g + u * D, mask=m_d, other=0.0),)
+            for u in tl.static_range(U):
+                x3 = xs[u].to(tl.float32)
+                g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), gs[u].to(tl.float32))
+                d0 = tl.fma(g, w0, d0)
+                if u < 3:
+                    tl.store(p_d + u * D, d0.to(dx.dtype.element_ty), mask=m_d & (i_t + u - 3 >= i_own))
+                else:
+                    tl.store(p_d + u * D, d0.to(dx.dtype.element_ty), mask=m_d)
+                d0 = tl.fma(g, w1, d1)
+                d1 = tl.fma(g, w2, d2)
+                d2 = g * w3
+                dw0 = tl.fma(g, x0, dw0)
+                dw1 = tl.fma(g, x1, dw1)
+                dw2 = tl.fma(g, x2, dw2)
+                dw3 = tl.fma(g, x3, dw3)
+                x0 = x1
+                x1 = x2
+                x2 = x3
+        else:
+            for i_u in range(0, tl.minimum(i_e - i_t, U).to(tl.int32)):
+                i_r = i_t + i_u
+                i_kind = tl.load(kind + i_r)
+                if (i_kind & HEAD) != 0:
+                    x0 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 0)
+                    x1 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 1)
+                    x2 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 2)
+                    d0 = tl.zeros([BD], dtype=tl.float32)
+                    d1 = tl.zeros([BD], dtype=tl.float32)
+                    d2 = tl.zeros([BD], dtype=tl.float32)
+                    i_own = i_b - 3
+                x3 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 3)
+                b_g = tl.load(dy + i_r * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+                g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), b_g)
+                d0 = tl.fma(g, w0, d0)
+                _emit(dx, slots, target, i_r, 0, d0, D, o_d, m_d, i_r - 3 >= i_own)
+                d0 = tl.fma(g, w1, d1)
+                d1 = tl.fma(g, w2, d2)
+                d2 = g * w3
+                if (i_kind & LAST) != 0:
+                    _emit(dx, slots, target, i_r, 1, d0, D, o_d, m_d, i_r - 2 >= i_own)
+                    _emit(dx, slots, target, i_r, 2, d1, D, o_d, m_d, i_r - 1 >= i_own)
+                    _emit(dx, slots, target, i_r, 3, d2, D, o_d, m_d, i_r >= i_own)
+                dw0 = tl.fma(g, x0, dw0)
+                dw1 = tl.fma(g, x1, dw1)
+                dw2 = tl.fma(g, x2, dw2)
+                dw3 = tl.fma(g, x3, dw3)
+                x0 = x1
+                x1 = x2
+                x2 = x3
+    p_w = dw + i_n * W * D + o_d
+    tl.store(p_w + (W - 1) * D, dw3, mask=m_d)
+    if W > 1:
+        tl.store(p_w + (W - 2) * D, dw2, mask=m_d)
+    if W > 2:
+        tl.store(p_w + (W - 3) * D, dw1, mask=m_d)
+    if W > 3:
+        tl.store(p_w, dw0, mask=m_d)
+    # The rows after the block that read its last rows.
+    if i_next >= 0:
+        p_x = x + i_next * x_stride + o_d
+        p_g = dy + i_e * D + o_d
+        p_d = dx + (i_next - 3) * D + o_d
+        xs = ()
+        gs = ()
+        for u in tl.static_range(3):
+            xs = xs + (tl.load(p_x + u * x_stride, mask=m_d, other=0.0),)
+            gs = gs + (tl.load(p_g + u * D, mask=m_d, other=0.0),)
+        for u in tl.static_range(3):
+            x3 = xs[u].to(tl.float32)
+            g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), gs[u].to(tl.float32))
+            d0 = tl.fma(g, w0, d0)
+            tl.store(p_d + u * D, d0.to(dx.dtype.element_ty), mask=m_d & (i_e + u - 3 >= i_own))
+            d0 = tl.fma(g, w1, d1)
+            d1 = tl.fma(g, w2, d2)
+            d2 = g * w3
+            x0 = x1
+            x1 = x2
+            x2 = x3
+    else:
+        i_open = (tl.load(kind + i_e - 1) & LAST) == 0
+        for i_u in range(0, 3):
+            if i_open:
+                i_r = i_e + i_u
+                x3 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 3)
+                b_g = tl.load(dy + i_r * D + o_d, mask=m_d, other=0.0).to(tl.float32)
+                g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), b_g)
+                d0 = tl.fma(g, w0, d0)
+                _emit(dx, slots, target, i_r, 0, d0, D, o_d, m_d, i_r - 3 >= i_own)
+                d0 = tl.fma(g, w1, d1)
+                d1 = tl.fma(g, w2, d2)
+                d2 = g * w3
+                i_open = (tl.load(kind + i_r) & LAST) == 0
+                if i_open == 0:
+                    # Taps 2 and 3 of the chain's last row may lie in the block only while less than three rows were
+                    # computed again.
+                    _emit(dx, slots, target, i_r, 1, d0, D, o_d, m_d, (i_r - 2 >= i_own) & (i_r - 2 < i_e))
+                    _emit(dx, slots, target, i_r, 2, d1, D, o_d, m_d, (i_r - 1 >= i_own) & (i_r - 1 < i_e))
+                x0 = x1
+                x1 = x2
+                x2 = x3
 
 
 @triton.jit
-def conv_backward_input(da, weight, reader_ptr, reader_row, reader_tap, dx, D, W: tl.constexpr, BD: tl.constexpr):
-    """``dx[y] = sum of da[reader] * weight[:, tap]`` over the rows that read path row ``y``, in table order."""
+def conv_backward_join(slots, row, ptr, dx, D, BD: tl.constexpr):
+    """``dx[row[i]] = sum of slots[ptr[i] : ptr[i + 1]]`` in order; zero for rows that nobody reads."""
     ND = (D + BD - 1) // BD
     pid = tl.program_id(0)
-    i_y = (pid // ND).to(tl.int64)
+    i_j = pid // ND
     o_d = (pid % ND) * BD + tl.arange(0, BD)
     m_d = o_d < D
     b_a = tl.zeros([BD], dtype=tl.float32)
-    for i_p in range(tl.load(reader_ptr + i_y), tl.load(reader_ptr + i_y + 1)):
-        i_t = tl.load(reader_row + i_p).to(tl.int64)
-        j = tl.load(reader_tap + i_p)
-        b_g = tl.load(da + i_t * D + o_d, mask=m_d, other=0.0)
-        b_a += b_g * tl.load(weight + o_d * W + j, mask=m_d, other=0.0).to(tl.float32)
+    for i_s in range(tl.load(ptr + i_j), tl.load(ptr + i_j + 1)):
+        b_a += tl.load(slots + tl.cast(i_s, tl.int64) * D + o_d, mask=m_d, other=0.0)
+    i_y = tl.load(row + i_j).to(tl.int64)
     tl.store(dx + i_y * D + o_d, b_a.to(dx.dtype.element_ty), mask=m_d)

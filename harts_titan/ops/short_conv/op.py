@@ -17,11 +17,13 @@ def tree_short_conv(x_YD: Tensor, weight_DW: Tensor, taps: ConvTaps | Tensor, *,
         x_YD: Projected inputs of the path rows (external rows first).
         weight_DW: Depthwise weights in correlation order; the last tap is the current token. No bias.
         taps: Table of the call, or only its int64 (T, num_taps) path rows, oldest first; -1 reads zero (before the
-            root). A bare tensor is inverted again by every backward pass of a kernel.
+            root). Of a bare tensor on a GPU every kernel launch builds its tables on the host, waiting for the device.
         backend: "auto", "triton" or "reference".
 
     Returns:
-        (T, D) in the dtype of ``x``; accumulated in float32 (float64 for float64 inputs).
+        (T, D) in the dtype of ``x``, row t the convolution of the path that row t of the table describes; accumulated
+        in float32 (float64 for float64 inputs). The rows of :meth:`ConvTaps.packed` come in packed order, replay rows
+        included; gradients of the copies of a row are added in a fixed order.
 
     Raises:
         ValueError: If shapes disagree or a forced backend cannot run.
@@ -41,9 +43,7 @@ def tree_short_conv(x_YD: Tensor, weight_DW: Tensor, taps: ConvTaps | Tensor, *,
         # Triton is optional: CPU installations do not have it.
         from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
 
-        # Only a backward pass reads the inverse.
-        readers = taps.readers if isinstance(taps, ConvTaps) and torch.is_grad_enabled() else None
-        return tree_short_conv_triton(x_YD, weight_DW, conv_tap_TW, readers)
+        return tree_short_conv_triton(x_YD, weight_DW, conv_tap_TW, taps.tables if isinstance(taps, ConvTaps) else None)
     return tree_short_conv_reference(x_YD, weight_DW, conv_tap_TW)
 
 
@@ -58,5 +58,5 @@ def prepare_short_conv(taps: ConvTaps, *, dtype: torch.dtype, backend: str = AUT
         backend: As for the op.
     """
     name = choose("short_conv", backend, device=taps.conv_tap_TW.device, dtype=dtype)
-    if name == "triton" and torch.is_grad_enabled():
-        _ = taps.readers
+    if name == "triton":
+        _ = taps.tables

@@ -2,7 +2,7 @@
 
 HARTS 3.4 (bounded local operators): the convolution reads the true previous tokens of the path, never the neighbour in
 memory.
-Letters: T own rows, Y path rows (external first), D channels, W here is the number of taps.
+Letters: T output rows, Y path rows (external first), D channels, W here is the number of taps.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ import torch
 import triton
 from torch import Tensor
 
-from harts_titan.ops.short_conv.kernels import conv_backward_input, conv_backward_sum, conv_forward
-from harts_titan.ops.short_conv.taps import TapReaders, tap_readers
+from harts_titan.ops.short_conv.kernels import conv_backward, conv_backward_join, conv_forward
+from harts_titan.ops.short_conv.taps import GROUP_ROWS, KERNEL_TAPS, ChainTables, chain_tables
 
-_BLOCK_ROWS = 32
-_BLOCK_CHANNELS = 128
-_INPUT_BLOCK_CHANNELS = 1024
+FORWARD = {"BT": 64, "BD": 512, "num_warps": 4}
+BACKWARD = {"BT": 64, "BD": 256, "num_warps": 2, "maxnreg": 128}
+"""Pinned launch configurations: rows and channels of a program."""
+_JOIN_CHANNELS = 512
 
 
 def tree_short_conv_triton(
-    x_YD: Tensor, weight_DW: Tensor, conv_tap_TW: Tensor, readers: TapReaders | None = None
+    x_YD: Tensor, weight_DW: Tensor, conv_tap_TW: Tensor, tables: ChainTables | None = None
 ) -> Tensor:
-    """Convolve every own row with the previous tokens of its path and apply SiLU.
+    """Convolve every row of a tap table and apply SiLU.
 
     Args:
         x_YD: float16, bfloat16 or float32 inputs of the path rows; a slice along D is read in place.
-        weight_DW: Taps per channel, oldest first (``conv1d.weight`` without its middle dimension).
+        weight_DW: Taps per channel, oldest first (``conv1d.weight`` without its middle dimension); at most four.
         conv_tap_TW: int (T, taps) path row of every tap, the last one the row itself, -1 before the root.
-        readers: ``tap_readers(conv_tap_TW, Y)``, to share its sort between convolutions; built when needed otherwise.
+        tables: ``chain_tables(conv_tap_TW, Y)``, to share them between convolutions; built otherwise, on the host.
 
     Returns:
         silu(sum_j x[tap_j] * weight_j), (T, D) in x's dtype; sums in float32.
@@ -38,7 +39,8 @@ def tree_short_conv_triton(
     Raises:
         ValueError: If shapes or dtypes do not fit.
 
-    Memory: the backward pass holds a float32 (T, D) and float32 (T / 32, D, taps) buffer.
+    Memory: the backward pass holds float32 (T / 64, taps, D) and (slots, D) buffers; there is a slot for every path row
+    and chain that read it together, where more than one chain does.
     """
     if x_YD.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"x_YD must be float16, bfloat16 or float32 for the triton backend, got {x_YD.dtype}")
@@ -47,7 +49,11 @@ def tree_short_conv_triton(
             f"weight_DW has shape {tuple(weight_DW.shape)}, needed (channels of x_YD, taps of conv_tap_TW) = "
             f"({x_YD.shape[-1]}, {conv_tap_TW.shape[1]})"
         )
-    return _conv_forward(x_YD, weight_DW, conv_tap_TW, [] if readers is None else list(readers))
+    if weight_DW.shape[1] > KERNEL_TAPS:
+        raise ValueError(
+            f"the triton backend has 1 to {KERNEL_TAPS} taps, weight_DW {weight_DW.shape[1]}; use the reference backend"
+        )
+    return _conv_forward(x_YD, weight_DW, conv_tap_TW, [] if tables is None else list(tables))
 
 
 def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
@@ -59,71 +65,114 @@ def _rows_in_place(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _blocks(num_channels: int) -> tuple[int, int]:
-    return _BLOCK_ROWS, min(_BLOCK_CHANNELS, triton.next_power_of_2(num_channels))
+def launch_forward(x: Tensor, weight: Tensor, tables: ChainTables, y: Tensor, config: dict[str, int]) -> None:
+    """Fill ``y``; ``weight`` is contiguous, ``config`` as ``FORWARD``."""
+    T, D = y.shape
+    options = _fit(config, D)
+    grid = (triton.cdiv(T, options["BT"]) * triton.cdiv(D, options["BD"]),)
+    with _device_of(x):
+        conv_forward[grid](
+            x,
+            weight,
+            tables.tap_T4,
+            tables.kind_T,
+            tables.forward_G,
+            y,
+            T,
+            D,
+            x.stride(0),
+            W=weight.shape[1],
+            U=GROUP_ROWS,
+            **options,
+        )
+
+
+def launch_backward(
+    x: Tensor, weight: Tensor, tables: ChainTables, dy: Tensor, dx: Tensor, config: dict[str, int]
+) -> Tensor:
+    """Fill ``dx`` and return the float32 weight gradient (D, W); ``config`` as ``BACKWARD``."""
+    (T, D), W = dy.shape, weight.shape[1]
+    options = _fit(config, D)
+    num_blocks = triton.cdiv(T, options["BT"])
+    slots = dx.new_empty((tables.slot_S.shape[0], D), dtype=torch.float32)
+    dw = dx.new_empty((num_blocks, W, D), dtype=torch.float32)
+    with _device_of(x):
+        conv_backward[(num_blocks * triton.cdiv(D, options["BD"]),)](
+            x,
+            weight,
+            tables.tap_T4,
+            tables.kind_T,
+            tables.backward_G,
+            tables.target_T4,
+            dy,
+            dx,
+            slots,
+            dw,
+            T,
+            D,
+            x.stride(0),
+            W=W,
+            U=GROUP_ROWS,
+            **options,
+        )
+        num_joined = tables.join_row_J.shape[0]
+        if num_joined:
+            BD = min(_JOIN_CHANNELS, triton.next_power_of_2(D))
+            conv_backward_join[(num_joined * triton.cdiv(D, BD),)](
+                slots, tables.join_row_J, tables.join_ptr_J1, dx, D, BD=BD, num_warps=4
+            )
+    return dw.sum(0).t()
+
+
+def _fit(config: dict[str, int], num_channels: int) -> dict[str, int]:
+    return {**config, "BD": min(config["BD"], triton.next_power_of_2(num_channels))}
 
 
 @torch.library.custom_op(
     "harts_titan::tree_short_conv",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor tap, Tensor[] readers) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor tap, Tensor[] tables) -> Tensor",
 )
-def _conv_forward(x, weight, tap, readers):
-    (T, W), D = tap.shape, x.shape[1]
-    y = x.new_empty((T, D))
-    BT, BD = _blocks(D)
+def _conv_forward(x, weight, tap, tables):
+    y = x.new_empty((tap.shape[0], x.shape[1]))
     if y.numel():
-        x = _rows_in_place(x)
-        with _device_of(x):
-            conv_forward[(triton.cdiv(T, BT) * triton.cdiv(D, BD),)](
-                x, weight.contiguous(), tap.contiguous(), y, T, D, x.stride(0), W=W, BT=BT, BD=BD, num_warps=4
-            )
+        table = ChainTables(*tables) if tables else chain_tables(tap, x.shape[0])
+        launch_forward(_rows_in_place(x), weight.contiguous(), table, y, FORWARD)
     return y
 
 
 @_conv_forward.register_fake
-def _(x, weight, tap, readers):
+def _(x, weight, tap, tables):
     return x.new_empty((tap.shape[0], x.shape[1]))
 
 
 @torch.library.custom_op(
     "harts_titan::tree_short_conv_backward",
     mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor tap, Tensor dy, Tensor[] readers) -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor weight, Tensor tap, Tensor dy, Tensor[] tables) -> (Tensor, Tensor)",
 )
-def _conv_backward(x, weight, tap, dy, readers):
-    (T, W), (Y, D) = tap.shape, x.shape
-    dx = x.new_empty((Y, D))
-    if T == 0 or D == 0:
+def _conv_backward(x, weight, tap, dy, tables):
+    dx = x.new_empty(x.shape)
+    if dy.numel() == 0:
         return dx.zero_(), torch.zeros_like(weight, memory_format=torch.contiguous_format)
-    BT, BD = _blocks(D)
-    num_blocks = triton.cdiv(T, BT)
-    x, weight_c, tap = _rows_in_place(x), weight.contiguous(), tap.contiguous()
-    da = x.new_empty((T, D), dtype=torch.float32)
-    dw = x.new_empty((num_blocks, D, W), dtype=torch.float32)
-    with _device_of(x):
-        conv_backward_sum[(num_blocks * triton.cdiv(D, BD),)](
-            x, weight_c, tap, dy.contiguous(), da, dw, T, D, x.stride(0), W=W, BT=BT, BD=BD, num_warps=4
-        )
-        table = TapReaders(*readers) if readers else tap_readers(tap, Y)
-        BD = min(_INPUT_BLOCK_CHANNELS, triton.next_power_of_2(D))
-        conv_backward_input[(Y * triton.cdiv(D, BD),)](da, weight_c, *table, dx, D, W=W, BD=BD, num_warps=4)
-    return dx, dw.sum(0).to(weight.dtype)
+    table = ChainTables(*tables) if tables else chain_tables(tap, x.shape[0])
+    dw = launch_backward(_rows_in_place(x), weight.contiguous(), table, dy.contiguous(), dx, BACKWARD)
+    return dx, dw.to(weight.dtype, memory_format=torch.contiguous_format)
 
 
 @_conv_backward.register_fake
-def _(x, weight, tap, dy, readers):
+def _(x, weight, tap, dy, tables):
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def _save(ctx, inputs, output):
-    x, weight, tap, readers = inputs
-    ctx.save_for_backward(x, weight, tap, *readers)
+    x, weight, tap, tables = inputs
+    ctx.save_for_backward(x, weight, tap, *tables)
 
 
 def _differentiate(ctx, dy):
-    x, weight, tap, *readers = ctx.saved_tensors
-    return (*_conv_backward(x, weight, tap, dy, readers), None, [None] * len(readers))
+    x, weight, tap, *tables = ctx.saved_tensors
+    return (*_conv_backward(x, weight, tap, dy, tables), None, [None] * len(tables))
 
 
 _conv_forward.register_autograd(_differentiate, setup_context=_save)
