@@ -82,6 +82,14 @@ _BACKENDS: dict[str, tuple[_Backend, ...]] = {
             auto_cuda=True,
         ),
         _Backend(
+            "triton",
+            dtypes=_UP_TO_FLOAT32,
+            cuda_only=True,
+            module="harts_titan.ops.attention.triton_op",
+            requires=("triton",),
+            install="pip install triton",
+        ),
+        _Backend(
             "flex",
             dtypes=_UP_TO_FLOAT32,
             requires=("torch.nn.attention.flex_attention",),

@@ -150,3 +150,29 @@ def list_blocks(
                 partial += 1
         if by_query:
             partial_count_Q[i], full_count_Q[i] = partial, full
+
+
+@kernel
+def visible_runs(row_V, length_V, tin_Y, tout_Y, num_external_rows, begin_B, ptr_B1, run_R2):
+    """Runs of own rows that may see a row of each stretch of keys: those with numbers in its first row's interval.
+
+    Segments come by row. A run ends where rows are not adjacent, and where the stretch itself begins, so that readers
+    of a tile deeper in the stretch can start behind it. With no room in ``run_R2`` only counts them: ``ptr_B1[b + 1]``.
+    """
+    for b in range(begin_B.size):
+        first = begin_B[b]
+        count, end = 0, -1
+        for v in range(row_V.size):
+            row = row_V[v]
+            number = tin_Y[num_external_rows + row]
+            if not tin_Y[first] <= number < tout_Y[first]:
+                continue
+            if row != end or num_external_rows + row == first:
+                if run_R2.size:
+                    run_R2[ptr_B1[b] + count, 0] = row
+                count += 1
+            end = row + length_V[v]
+            if run_R2.size:
+                run_R2[ptr_B1[b] + count - 1, 1] = end
+        if not run_R2.size:
+            ptr_B1[b + 1] = count

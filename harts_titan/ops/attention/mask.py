@@ -174,11 +174,15 @@ class TreeMask:
                 break
             v = host.seg_parent[v]
         if host.seg_attach[v] >= 0:
-            tin, tout = host.tin[: host.num_external_rows], host.tout[: host.num_external_rows]
-            at = host.tin[host.seg_attach[v]]
-            above = np.flatnonzero((tin <= at) & (at < tout))
-            pieces.append(above[np.argsort(tin[above])])
+            pieces.append(self.external_path(host.seg_attach[v]))
         return torch.from_numpy(np.concatenate(pieces[::-1]))
+
+    def external_path(self, row: int) -> np.ndarray:
+        """int64 external rows from position 0 to external row ``row``; O(X)."""
+        host = self._host
+        tin, tout = host.tin[: host.num_external_rows], host.tout[: host.num_external_rows]
+        above = np.flatnonzero((tin <= host.tin[row]) & (host.tin[row] < tout))
+        return above[np.argsort(tin[above])]
 
     @cached_property
     def _device_tables(self) -> dict[tuple[int, int], BlockTables]:

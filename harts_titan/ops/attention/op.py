@@ -22,7 +22,8 @@ def tree_attention(
         v_YHV: Values; V may differ from K.
         mask: Visibility, on the inputs' device.
         scale: Factor on the scores, for Ling ``K^-0.5``.
-        backend: "auto", "fa4", "flex", "path" or "dense".
+        backend: "auto", "fa4", "triton", "flex", "path" or "dense"; "triton" and, on the CPU, "path" give every
+            trajectory the bits of its run alone, with deterministic gradients.
 
     Returns:
         (T, H, V) in the dtype of ``v``.
@@ -49,6 +50,11 @@ def tree_attention(
         from harts_titan.ops.attention.fa4 import tree_attention_fa4
 
         return tree_attention_fa4(q_THK, k_YHK, v_YHV, mask, scale)
+    if name == "triton":
+        # Triton is not installed everywhere.
+        from harts_titan.ops.attention.triton_op import tree_attention_triton
+
+        return tree_attention_triton(q_THK, k_YHK, v_YHV, mask, scale)
     implementation = {"flex": tree_attention_flex, "path": tree_attention_path, "dense": tree_attention_dense}[name]
     return implementation(q_THK, k_YHK, v_YHV, mask, scale)
 
@@ -70,5 +76,10 @@ def prepare_attention(mask: TreeMask, *, key_dim: int, dtype: torch.dtype, backe
         from harts_titan.ops.attention.fa4 import prepare_tables
 
         prepare_tables(mask, key_dim)
+    elif name == "triton":
+        # Triton is not installed everywhere.
+        from harts_titan.ops.attention.triton_op import prepare_tables as prepare_lists
+
+        prepare_lists(mask, dtype)
     elif name == "flex":
         block_tables(mask, BLOCK, BLOCK)

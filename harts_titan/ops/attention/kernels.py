@@ -1,0 +1,265 @@
+"""Triton kernels of ancestor attention over index lists; no atomics, one fixed order of sums.
+
+Forward and the gradient of q walk a path's key tiles from position 0; tiles lie on grids of absolute positions, so a
+row's result has the bits of its trajectory run alone. Gradients of k and v walk the rows that see a tile of keys.
+
+Letters: T own rows, Y path rows, H heads, K query-key width (KA + KB, powers of two; KB = 0: one part), V value width,
+M rows of a query tile, N rows of a key tile.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LOWEST = tl.constexpr(-1e30)
+
+
+@triton.jit
+def _product(a, aa, b, bb, KB: tl.constexpr, PRECISION: tl.constexpr):
+    """``a @ b^T`` over both parts of the width."""
+    s = tl.dot(a, tl.trans(b), input_precision=PRECISION)
+    if KB > 0:
+        s = tl.dot(aa, tl.trans(bb), s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def _rows(x, rows, valid, stride_row, base, FIRST: tl.constexpr, WIDTH: tl.constexpr, CHECKED: tl.constexpr):
+    """Tile of ``x`` at int64 ``rows``: columns [FIRST, FIRST + WIDTH) of one head."""
+    at = x + base + rows[:, None] * stride_row + (FIRST + tl.arange(0, WIDTH))[None, :]
+    if CHECKED:
+        return tl.load(at, mask=valid[:, None], other=0.0)
+    return tl.load(at)
+
+
+@triton.jit
+def _query_tile(tiles, query_chain, query_first, chain_row, chain_rows, chain_position, chain_list, M: tl.constexpr):
+    """Head, own rows, which of them exist, their positions, the tile's first position, end of its keys, its list."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    head = (pid // tiles).to(tl.int64)
+    chain = tl.load(query_chain + tile)
+    first = tl.load(query_first + tile)
+    size = tl.load(chain_rows + chain)
+    position = tl.load(chain_position + chain)
+    offset = first + tl.arange(0, M)
+    valid = (offset >= 0) & (offset < size)
+    rows = tl.load(chain_row + chain).to(tl.int64) + offset
+    end = position + tl.minimum(first + M, size)
+    return head, rows, valid, position + offset, position + first, end, tl.load(chain_list + chain)
+
+
+@triton.jit
+def _key_rows(list_at, rows_N, j, end, N: tl.constexpr, CHECKED: tl.constexpr):
+    """Positions of key tile ``j``, whether they are on the path up to ``end``, and their rows."""
+    position = j * N + tl.arange(0, N)
+    number = tl.load(list_at + j).to(tl.int64)
+    if CHECKED:
+        valid = position < end
+        rows = tl.load(rows_N + number * N + tl.arange(0, N), mask=valid, other=0)
+    else:
+        valid = position >= 0
+        rows = tl.load(rows_N + number * N + tl.arange(0, N))
+    return position, valid, rows.to(tl.int64)
+
+
+@triton.jit
+def _attend(
+    j, q, qq, peak, total, o, position_M, end, k, v, stride_k, base_k, stride_v, base_v, list_at, rows_N, scale,
+    KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    CHECKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One step of the online softmax; ``scale`` is in base 2."""
+    position_N, valid, rows = _key_rows(list_at, rows_N, j, end, N, CHECKED)
+    key = _rows(k, rows, valid, stride_k, base_k, 0, KA, CHECKED)
+    rest = key
+    if KB > 0:
+        rest = _rows(k, rows, valid, stride_k, base_k, KA, KB, CHECKED)
+    s = _product(q, qq, key, rest, KB, PRECISION) * scale
+    if CHECKED:
+        s = tl.where(position_N[None, :] <= position_M[:, None], s, LOWEST)
+    peak_now = tl.maximum(peak, tl.max(s, 1))
+    p = tl.math.exp2(s - peak_now[:, None])
+    if CHECKED:
+        # A tile above the rows of a query tile that begins inside a chain may hide every key of a row.
+        p = tl.where(position_N[None, :] <= position_M[:, None], p, 0.0)
+    shrink = tl.math.exp2(peak - peak_now)
+    total = total * shrink + tl.sum(p, 1)
+    value = _rows(v, rows, valid, stride_v, base_v, 0, V, CHECKED)
+    o = o * shrink[:, None]
+    o = tl.dot(p.to(value.dtype), value, o, input_precision=PRECISION)
+    return peak_now, total, o
+
+
+@triton.jit
+def attention_forward(
+    q, k, v, o, lse,
+    query_chain, query_first, chain_row, chain_rows, chain_position, chain_list, list_L, rows_N,
+    scale, T, tiles, q_row, q_head, k_row, k_head, v_row, v_head,
+    H: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Output (T, H, V) and base-2 log-sum-exp (H, T)."""
+    head, rows, valid, position, begin, end, first = _query_tile(
+        tiles, query_chain, query_first, chain_row, chain_rows, chain_position, chain_list, M
+    )
+    query = _rows(q, rows, valid, q_row, head * q_head, 0, KA, True)
+    rest = query
+    if KB > 0:
+        rest = _rows(q, rows, valid, q_row, head * q_head, KA, KB, True)
+    peak = tl.full([M], LOWEST, dtype=tl.float32)
+    total = tl.zeros([M], dtype=tl.float32)
+    out = tl.zeros([M, V], dtype=tl.float32)
+    scale_2 = scale * LOG2_E
+    list_at = list_L + first
+    # Whole tiles end at or above the tile's first position, which depends on the grid alone.
+    whole = begin // N
+    for j in range(0, whole):
+        peak, total, out = _attend(
+            j, query, rest, peak, total, out, position, end, k, v, k_row, head * k_head, v_row, head * v_head,
+            list_at, rows_N, scale_2, KA, KB, V, N, False, PRECISION,
+        )  # fmt: skip
+    for j in range(whole, tl.cdiv(end, N)):
+        peak, total, out = _attend(
+            j, query, rest, peak, total, out, position, end, k, v, k_row, head * k_head, v_row, head * v_head,
+            list_at, rows_N, scale_2, KA, KB, V, N, True, PRECISION,
+        )  # fmt: skip
+    total = tl.where(valid, total, 1.0)
+    out = out / total[:, None]
+    at = (rows * H + head)[:, None] * V + tl.arange(0, V)[None, :]
+    tl.store(o + at, out.to(o.dtype.element_ty), mask=valid[:, None])
+    tl.store(lse + head * T + rows, peak + tl.math.log2(total), mask=valid)
+
+
+@triton.jit
+def _query_gradient(
+    j, q, qq, do, lse, delta, dq, dqq, position_M, end, k, v, stride_k, base_k, stride_v, base_v, list_at, rows_N,
+    scale, KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    CHECKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    position_N, valid, rows = _key_rows(list_at, rows_N, j, end, N, CHECKED)
+    key = _rows(k, rows, valid, stride_k, base_k, 0, KA, CHECKED)
+    rest = key
+    if KB > 0:
+        rest = _rows(k, rows, valid, stride_k, base_k, KA, KB, CHECKED)
+    p = tl.math.exp2(_product(q, qq, key, rest, KB, PRECISION) * scale - lse[:, None])
+    if CHECKED:
+        p = tl.where(position_N[None, :] <= position_M[:, None], p, 0.0)
+    value = _rows(v, rows, valid, stride_v, base_v, 0, V, CHECKED)
+    ds = p * (tl.dot(do, tl.trans(value), input_precision=PRECISION) - delta[:, None])
+    ds = ds.to(key.dtype)
+    dq = tl.dot(ds, key, dq, input_precision=PRECISION)
+    if KB > 0:
+        dqq = tl.dot(ds, rest, dqq, input_precision=PRECISION)
+    return dq, dqq
+
+
+@triton.jit
+def attention_query_gradient(
+    q, k, v, o, do, lse, delta, dq,
+    query_chain, query_first, chain_row, chain_rows, chain_position, chain_list, list_L, rows_N,
+    scale, T, tiles, q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
+    H: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradient of q (T, H, K), and ``delta = sum(do * o)`` (H, T) for the other kernel."""
+    head, rows, valid, position, begin, end, first = _query_tile(
+        tiles, query_chain, query_first, chain_row, chain_rows, chain_position, chain_list, M
+    )
+    query = _rows(q, rows, valid, q_row, head * q_head, 0, KA, True)
+    rest = query
+    if KB > 0:
+        rest = _rows(q, rows, valid, q_row, head * q_head, KA, KB, True)
+    dout = _rows(do, rows, valid, do_row, head * do_head, 0, V, True)
+    out = _rows(o, rows, valid, H * V, head * V, 0, V, True)
+    mean = tl.sum(dout.to(tl.float32) * out.to(tl.float32), 1)
+    tl.store(delta + head * T + rows, mean, mask=valid)
+    # Rows that are not the chain's see nothing: exp2(0 - large) = 0.
+    peak = tl.load(lse + head * T + rows, mask=valid, other=-LOWEST)
+    first_part = tl.zeros([M, KA], dtype=tl.float32)
+    second_part = first_part
+    if KB > 0:
+        second_part = tl.zeros([M, KB], dtype=tl.float32)
+    scale_2 = scale * LOG2_E
+    list_at = list_L + first
+    whole = begin // N
+    for j in range(0, whole):
+        first_part, second_part = _query_gradient(
+            j, query, rest, dout, peak, mean, first_part, second_part, position, end, k, v, k_row, head * k_head,
+            v_row, head * v_head, list_at, rows_N, scale_2, KA, KB, V, N, False, PRECISION,
+        )  # fmt: skip
+    for j in range(whole, tl.cdiv(end, N)):
+        first_part, second_part = _query_gradient(
+            j, query, rest, dout, peak, mean, first_part, second_part, position, end, k, v, k_row, head * k_head,
+            v_row, head * v_head, list_at, rows_N, scale_2, KA, KB, V, N, True, PRECISION,
+        )  # fmt: skip
+    at = (rows * H + head)[:, None] * (KA + KB)
+    column = tl.arange(0, KA)[None, :]
+    tl.store(dq + at + column, (first_part * scale).to(dq.dtype.element_ty), mask=valid[:, None])
+    if KB > 0:
+        column = KA + tl.arange(0, KB)[None, :]
+        tl.store(dq + at + column, (second_part * scale).to(dq.dtype.element_ty), mask=valid[:, None])
+
+
+@triton.jit
+def attention_key_gradients(
+    q, k, v, do, lse, delta, dk, dv, tin,
+    key_row, key_rows, key_runs, runs,
+    scale, T, X, tiles, q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
+    H: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of a tile of keys (Y, H, K) and values (Y, H, V), from the own rows that see them, in row order."""
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    head = (pid // tiles).to(tl.int64)
+    first = tl.load(key_row + tile)
+    valid_N = tl.arange(0, N) < tl.load(key_rows + tile)
+    rows_N = first.to(tl.int64) + tl.arange(0, N)
+    key = _rows(k, rows_N, valid_N, k_row, head * k_head, 0, KA, True)
+    rest = key
+    if KB > 0:
+        rest = _rows(k, rows_N, valid_N, k_row, head * k_head, KA, KB, True)
+    value = _rows(v, rows_N, valid_N, v_row, head * v_head, 0, V, True)
+    number_N = tl.load(tin + rows_N, mask=valid_N, other=2147483647)
+    dkey = tl.zeros([N, KA], dtype=tl.float32)
+    drest = dkey
+    if KB > 0:
+        drest = tl.zeros([N, KB], dtype=tl.float32)
+    dvalue = tl.zeros([N, V], dtype=tl.float32)
+    scale_2 = scale * LOG2_E
+    for run in range(tl.load(key_runs + 2 * tile), tl.load(key_runs + 2 * tile + 1)):
+        begin = tl.load(runs + 2 * run)
+        end = tl.load(runs + 2 * run + 1)
+        # Rows of the tile's own segment above it see none of its keys.
+        begin = tl.where((begin <= first - X) & (first - X < end), first - X, begin)
+        for i in range(begin, end, M):
+            rows = i + tl.arange(0, M)
+            valid = rows < end
+            rows = rows.to(tl.int64)
+            query = _rows(q, rows, valid, q_row, head * q_head, 0, KA, True)
+            query_rest = query
+            if KB > 0:
+                query_rest = _rows(q, rows, valid, q_row, head * q_head, KA, KB, True)
+            dout = _rows(do, rows, valid, do_row, head * do_head, 0, V, True)
+            peak = tl.load(lse + head * T + rows, mask=valid, other=0.0)
+            mean = tl.load(delta + head * T + rows, mask=valid, other=0.0)
+            number = tl.load(tin + X + rows, mask=valid, other=-1)
+            p = tl.math.exp2(_product(key, rest, query, query_rest, KB, PRECISION) * scale_2 - peak[None, :])
+            p = tl.where(number_N[:, None] <= number[None, :], p, 0.0)
+            dvalue = tl.dot(p.to(dout.dtype), dout, dvalue, input_precision=PRECISION)
+            ds = p * (tl.dot(value, tl.trans(dout), input_precision=PRECISION) - mean[None, :])
+            ds = ds.to(query.dtype)
+            dkey = tl.dot(ds, query, dkey, input_precision=PRECISION)
+            if KB > 0:
+                drest = tl.dot(ds, query_rest, drest, input_precision=PRECISION)
+    at = (rows_N * H + head)[:, None] * (KA + KB)
+    column = tl.arange(0, KA)[None, :]
+    tl.store(dk + at + column, (dkey * scale).to(dk.dtype.element_ty), mask=valid_N[:, None])
+    if KB > 0:
+        column = KA + tl.arange(0, KB)[None, :]
+        tl.store(dk + at + column, (drest * scale).to(dk.dtype.element_ty), mask=valid_N[:, None])
+    at = (rows_N * H + head)[:, None] * V + tl.arange(0, V)[None, :]
+    tl.store(dv + at, dvalue.to(dv.dtype.element_ty), mask=valid_N[:, None])
