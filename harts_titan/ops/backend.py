@@ -103,6 +103,30 @@ _BACKENDS: dict[str, tuple[_Backend, ...]] = {
         _Backend("grouped_mm", dtypes=_UP_TO_FLOAT32, auto_cuda=True, auto_cpu=True),
         _Backend("loop", auto_cuda=True, auto_cpu=True, slow_on_cuda=True),
     ),
+    "logprob": (
+        _Backend(
+            "triton",
+            dtypes=_UP_TO_FLOAT32,
+            cuda_only=True,
+            module="harts_titan.ops.logprob.triton_op",
+            requires=("triton",),
+            install="pip install triton",
+            auto_cuda=True,
+        ),
+        _Backend("reference", auto_cuda=True, auto_cpu=True, slow_on_cuda=True),
+    ),
+    "moe": (
+        _Backend(
+            "triton",
+            dtypes=_UP_TO_FLOAT32,
+            cuda_only=True,
+            module="harts_titan.ops.moe.triton_op",
+            requires=("triton",),
+            install="pip install triton",
+            auto_cuda=True,
+        ),
+        _Backend("reference", auto_cuda=True, auto_cpu=True, slow_on_cuda=True),
+    ),
 }
 
 
@@ -120,8 +144,7 @@ class OpsBackends:
     grouped_mm: str = AUTO
 
     def __post_init__(self) -> None:
-        for op in _BACKENDS:
-            name = getattr(self, op)
+        for op, name in vars(self).items():
             if name != AUTO and name not in backend_names(op):
                 raise ValueError(f"ops.{op} = {name!r} is unknown; use 'auto' or one of {list(backend_names(op))}")
 

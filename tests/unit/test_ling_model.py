@@ -108,7 +108,7 @@ def test_recomputation_never_routes_again(monkeypatch):
     inputs = TreeInputs.from_layout(layout)
     output = model(inputs)
     # A kernel that would choose differently the second time.
-    monkeypatch.setattr("harts_titan.models.common.moe.select_experts", lambda *a, **k: pytest.fail("routed again"))
+    monkeypatch.setattr("harts_titan.ops.moe.op.select_experts", lambda *a, **k: pytest.fail("routed again"))
     output.logprob_S.sum().backward()
 
 

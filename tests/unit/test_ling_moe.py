@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from harts_titan.models.common.dispatch import build_routes, combine, dispatch
 from harts_titan.models.common.feed_forward import FeedForward, swiglu
-from harts_titan.models.common.moe import GroupedExperts, MoE, Router, select_experts
+from harts_titan.models.common.moe import GroupedExperts, MoE, Router
+from harts_titan.ops.moe import build_routes, combine, dispatch, select_experts
 
 
 def choose_by_hand(biased: list[float], num_groups: int, top_groups: int, top_k: int) -> list[int]:

@@ -9,14 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harts_titan.models.common.dispatch import build_routes, combine, dispatch
 from harts_titan.models.common.dtypes import WideModule
 from harts_titan.models.common.feed_forward import FeedForward, swiglu
-from harts_titan.ops.dtypes import wide_dtype
 from harts_titan.ops.grouped_mm import grouped_mm
+from harts_titan.ops.moe import build_routes, choose_experts, combine, dispatch, expert_mlp, router_logits
 
 
 class RouterOutput(NamedTuple):
@@ -26,27 +24,6 @@ class RouterOutput(NamedTuple):
     """At least float32; differentiable."""
     topk_TA: Tensor
     """int64 chosen experts, best biased score first."""
-
-
-def select_experts(biased_TE: Tensor, *, num_groups: int, top_groups: int, top_k: int) -> Tensor:
-    """Choose experts inside the best groups; ties go to the lower index, so the choice never depends on the kernel.
-
-    Args:
-        biased_TE: Score plus selection bias.
-        num_groups: G; consecutive experts form a group. A group's score is the sum of its two best biased scores.
-        top_groups: Groups that stay eligible.
-        top_k: A.
-
-    Returns:
-        int64 (T, A), best first.
-    """
-    if top_groups < num_groups:
-        grouped_TGZ = biased_TE.unflatten(1, (num_groups, -1))
-        group_TG = grouped_TGZ.topk(min(2, grouped_TGZ.shape[2]), dim=2).values.sum(dim=2)
-        best = torch.sort(group_TG, dim=1, descending=True, stable=True).indices[:, :top_groups]
-        eligible_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best, True)
-        biased_TE = grouped_TGZ.masked_fill(~eligible_TG[:, :, None], float("-inf")).flatten(1)
-    return torch.sort(biased_TE, dim=1, descending=True, stable=True).indices[:, :top_k]
 
 
 class Router(WideModule):
@@ -75,20 +52,16 @@ class Router(WideModule):
             The logits and choices, and the combination weights (T, A) in at least float32:
             ``score / (sum of chosen scores + 1e-20) * route_scale``, without the bias.
         """
-        wide = wide_dtype(x_TD.dtype)
-        logits_TE = F.linear(x_TD.to(wide), self.gate.weight.to(wide))
-        score_TE = torch.sigmoid(logits_TE)
-        if topk_TA is None or torch.compiler.is_compiling():
-            with torch.no_grad():
-                chosen_TA = select_experts(
-                    score_TE + self.expert_bias,
-                    num_groups=self.num_groups,
-                    top_groups=self.top_groups,
-                    top_k=self.top_k,
-                )
-            topk_TA = chosen_TA if topk_TA is None else torch.where(topk_TA < 0, chosen_TA, topk_TA)
-        chosen_TA = score_TE.gather(1, topk_TA)
-        weight_TA = chosen_TA / (chosen_TA.sum(dim=1, keepdim=True) + 1e-20) * self.route_scale
+        logits_TE = router_logits(x_TD, self.gate.weight)
+        topk_TA, weight_TA = choose_experts(
+            logits_TE,
+            self.expert_bias,
+            topk_TA,
+            num_groups=self.num_groups,
+            top_groups=self.top_groups,
+            top_k=self.top_k,
+            route_scale=self.route_scale,
+        )
         return RouterOutput(logits_TE, topk_TA), weight_TA
 
 
@@ -104,6 +77,10 @@ class GroupedExperts(nn.Module):
 
     def forward(self, x_RD: Tensor, counts_E: Tensor, *, backend: str = "auto") -> Tensor:
         """Return (R, D): each expert's SwiGLU on its rows; zero rows are legal."""
+        weights = (self.w1, self.w2, self.w3)
+        y_RD = expert_mlp(x_RD, weights, counts_E, limit=self.limit, grouped_backend=backend)
+        if y_RD is not None:
+            return y_RD
         gate_RF = grouped_mm(x_RD, self.w1.transpose(1, 2), counts_E, backend=backend)
         up_RF = grouped_mm(x_RD, self.w3.transpose(1, 2), counts_E, backend=backend)
         return grouped_mm(swiglu(gate_RF, up_RF, self.limit), self.w2.transpose(1, 2), counts_E, backend=backend)
@@ -139,7 +116,5 @@ class MoE(nn.Module):
         routed, weight_TA = self.router(x_TD, topk_TA)
         routes = build_routes(routed.topk_TA, routed.logits_TE.shape[1])
         y_RD = self.experts(dispatch(x_TD, routes), routes.counts_E, backend=backend)
-        y_TD = combine(y_RD, weight_TA, routes)
-        if self.shared_experts is not None:
-            y_TD = y_TD + self.shared_experts(x_TD)
-        return y_TD, routed
+        shared_TD = self.shared_experts(x_TD) if self.shared_experts is not None else None
+        return combine(y_RD, weight_TA, routes, shared_TD), routed

@@ -1,5 +1,5 @@
 """Expert matrix products over rows sorted by expert."""
 
-from harts_titan.ops.grouped_mm.op import grouped_mm
+from harts_titan.ops.grouped_mm.op import grouped_mm, runs_grouped
 
-__all__ = ["grouped_mm"]
+__all__ = ["grouped_mm", "runs_grouped"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from harts_titan.ops.backend import AUTO, choose
+from harts_titan.ops.untraced import UntracedOp
 
 logger = logging.getLogger(__name__)
 
@@ -40,19 +41,33 @@ def grouped_mm(x_RD: Tensor, weight_EDF: Tensor, counts_E: Tensor, *, backend: s
         raise ValueError(f"counts must be {weight_EDF.shape[0]} integers; got {counts_E.dtype} {tuple(counts_E.shape)}")
     if x_RD.dtype != weight_EDF.dtype:
         raise ValueError(f"x is {x_RD.dtype}, weight {weight_EDF.dtype}; cast one of them")
-    name = choose("grouped_mm", backend, device=x_RD.device, dtype=x_RD.dtype)
+    grouped = runs_grouped(x_RD, weight_EDF, backend=backend)
+    # PyTorch's own shape function knows bfloat16 only.
+    if torch.compiler.is_compiling() and not (grouped and x_RD.dtype == torch.bfloat16):
+        return _UNTRACED(None, (x_RD, weight_EDF, counts_E))
     if x_RD.shape[0] == 0:
         # No rows, still a graph: every rank must see a (zero) gradient of the weight.
         return x_RD @ weight_EDF.sum(0)
-    if name == "grouped_mm":
-        misaligned = _misalignment(x_RD, weight_EDF)
-        if misaligned is None:
-            offsets = counts_E.cumsum(0).to(torch.int32)
-            return torch._grouped_mm(x_RD.contiguous(), weight_EDF, offs=offsets)
+    if grouped:
+        offsets = counts_E.cumsum(0).to(torch.int32)
+        return torch._grouped_mm(x_RD.contiguous(), weight_EDF, offs=offsets)
+    return _grouped_mm_loop(x_RD, weight_EDF, counts_E)
+
+
+def runs_grouped(x_RD: Tensor, weight_EDF: Tensor, *, backend: str = AUTO) -> bool:
+    """Whether :func:`grouped_mm` of these tensors is one ``torch._grouped_mm``; otherwise it is a loop over experts.
+
+    Raises:
+        ValueError: If the forced backend cannot run.
+    """
+    if choose("grouped_mm", backend, device=x_RD.device, dtype=x_RD.dtype) != "grouped_mm":
+        return False
+    misaligned = _misalignment(x_RD, weight_EDF)
+    if misaligned is not None and x_RD.shape[0]:
         if backend != AUTO:
             raise ValueError(f"backend 'grouped_mm' cannot run: {misaligned}; use backend 'loop'")
         _warn_misaligned(misaligned)
-    return _grouped_mm_loop(x_RD, weight_EDF, counts_E)
+    return misaligned is None
 
 
 def _grouped_mm_loop(x_RD: Tensor, weight_EDF: Tensor, counts_E: Tensor) -> Tensor:
@@ -75,3 +90,10 @@ def _misalignment(x_RD: Tensor, weight_EDF: Tensor) -> str | None:
 @functools.cache
 def _warn_misaligned(reason: str) -> None:
     logger.warning("grouped_mm runs one product per expert (slower, reads the counts on the host): %s", reason)
+
+
+def _untraced(_: None, x_RD: Tensor, weight_EDF: Tensor, counts_E: Tensor, __: float) -> Tensor:
+    return grouped_mm(x_RD, weight_EDF, counts_E)
+
+
+_UNTRACED = UntracedOp("grouped_mm", _untraced, shape=lambda tensors: (tensors[0].shape[0], tensors[1].shape[2]))
