@@ -42,6 +42,8 @@ class _Backend:
     auto_cpu: bool = False
     slow_on_cuda: bool = False
     """Automatic choice of it on CUDA is a fallback worth a warning."""
+    traceable: bool = True
+    """torch.compile can trace it; otherwise a compiled layer runs it through :mod:`harts_titan.ops.untraced`."""
 
 
 _BACKENDS: dict[str, tuple[_Backend, ...]] = {
@@ -55,8 +57,8 @@ _BACKENDS: dict[str, tuple[_Backend, ...]] = {
             install="pip install 'harts_titan[gpu]'",
             auto_cuda=True,
         ),
-        _Backend("reference", auto_cuda=True, auto_cpu=True, slow_on_cuda=True),
-        _Backend("recurrent"),
+        _Backend("reference", auto_cuda=True, auto_cpu=True, slow_on_cuda=True, traceable=False),
+        _Backend("recurrent", traceable=False),
     ),
     "short_conv": (
         _Backend(
@@ -68,7 +70,7 @@ _BACKENDS: dict[str, tuple[_Backend, ...]] = {
             install="pip install triton",
             auto_cuda=True,
         ),
-        _Backend("reference", auto_cuda=True, auto_cpu=True, slow_on_cuda=True),
+        _Backend("reference", auto_cuda=True, auto_cpu=True, slow_on_cuda=True, traceable=False),
     ),
     "attention": (
         _Backend(
@@ -95,13 +97,14 @@ _BACKENDS: dict[str, tuple[_Backend, ...]] = {
             requires=("torch.nn.attention.flex_attention",),
             install="pip install 'torch>=2.11'",
             auto_cuda=True,
+            traceable=False,
         ),
-        _Backend("path", auto_cuda=True, auto_cpu=True, slow_on_cuda=True),
-        _Backend("dense"),
+        _Backend("path", auto_cuda=True, auto_cpu=True, slow_on_cuda=True, traceable=False),
+        _Backend("dense", traceable=False),
     ),
     "grouped_mm": (
         _Backend("grouped_mm", dtypes=_UP_TO_FLOAT32, auto_cuda=True, auto_cpu=True),
-        _Backend("loop", auto_cuda=True, auto_cpu=True, slow_on_cuda=True),
+        _Backend("loop", auto_cuda=True, auto_cpu=True, slow_on_cuda=True, traceable=False),
     ),
     "logprob": (
         _Backend(
@@ -121,6 +124,42 @@ _BACKENDS: dict[str, tuple[_Backend, ...]] = {
             dtypes=_UP_TO_FLOAT32,
             cuda_only=True,
             module="harts_titan.ops.moe.triton_op",
+            requires=("triton",),
+            install="pip install triton",
+            auto_cuda=True,
+        ),
+        _Backend("reference", auto_cuda=True, auto_cpu=True, slow_on_cuda=True),
+    ),
+    "norm": (
+        _Backend(
+            "triton",
+            dtypes=_UP_TO_FLOAT32,
+            cuda_only=True,
+            module="harts_titan.ops.norm.triton_op",
+            requires=("triton",),
+            install="pip install triton",
+            auto_cuda=True,
+        ),
+        _Backend("reference", auto_cuda=True, auto_cpu=True, slow_on_cuda=True),
+    ),
+    "activation": (
+        _Backend(
+            "triton",
+            dtypes=_UP_TO_FLOAT32,
+            cuda_only=True,
+            module="harts_titan.ops.activation.triton_op",
+            requires=("triton",),
+            install="pip install triton",
+            auto_cuda=True,
+        ),
+        _Backend("reference", auto_cuda=True, auto_cpu=True, slow_on_cuda=True),
+    ),
+    "rope": (
+        _Backend(
+            "triton",
+            dtypes=_UP_TO_FLOAT32,
+            cuda_only=True,
+            module="harts_titan.ops.rope.triton_op",
             requires=("triton",),
             install="pip install triton",
             auto_cuda=True,
@@ -166,9 +205,7 @@ def unavailable_reason(op: str, name: str, *, device: torch.device, dtype: torch
     Raises:
         ValueError: If ``op`` or ``name`` is unknown.
     """
-    if name not in backend_names(op):
-        raise ValueError(f"{op} has no backend {name!r}; use 'auto' or one of {list(backend_names(op))}")
-    backend = next(b for b in _BACKENDS[op] if b.name == name)
+    backend = next(b for b in _BACKENDS[op] if b.name == _known(op, name))
     if backend.dtypes is not None and dtype not in backend.dtypes:
         return f"it accepts {', '.join(_short(d) for d in backend.dtypes)}, not {_short(dtype)}"
     if backend.cuda_only and device.type != "cuda" and not _interpreted(backend):
@@ -187,6 +224,18 @@ def unavailable_reason(op: str, name: str, *, device: torch.device, dtype: torch
     return None
 
 
+@torch.compiler.assume_constant_result
+def is_traceable(op: str, name: str) -> bool:
+    """Whether torch.compile can trace backend ``name`` of ``op``.
+
+    Raises:
+        ValueError: If ``op`` has no such backend.
+    """
+    return next(b for b in _BACKENDS[op] if b.name == _known(op, name)).traceable
+
+
+# A compiled layer takes the answer as a constant: it depends on the op, the device and the dtype only.
+@torch.compiler.assume_constant_result
 def choose(op: str, forced: str = AUTO, *, device: torch.device | str, dtype: torch.dtype) -> str:
     """Name of the implementation of ``op`` that runs.
 
@@ -223,6 +272,12 @@ def choose(op: str, forced: str = AUTO, *, device: torch.device | str, dtype: to
             return backend.name
         skipped.append(f"{backend.name}: {reason}")
     raise ValueError(f"no backend of {op} runs {_short(dtype)} on {device.type}: {'; '.join(skipped)}")
+
+
+def _known(op: str, name: str) -> str:
+    if name not in backend_names(op):
+        raise ValueError(f"{op} has no backend {name!r}; use 'auto' or one of {list(backend_names(op))}")
+    return name
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -17,6 +17,7 @@ from harts_titan.ops.backend import OpsBackends
 from harts_titan.ops.host_tables import to_device
 from harts_titan.ops.kda import PackedSequences, prepare_kda
 from harts_titan.ops.short_conv import ConvTaps, prepare_short_conv
+from harts_titan.ops.untraced import plan_handle
 from harts_titan.tree import CallLayout
 
 
@@ -28,10 +29,12 @@ class TreeInputs:
     """
 
     __slots__ = (
+        "__weakref__",
         "attention",
         "backends",
         "conv_taps",
         "device",
+        "handle",
         "kda",
         "label_S",
         "max_position",
@@ -66,13 +69,16 @@ class TreeInputs:
     num_external_rows: int
     max_position: int
     """Largest absolute position, -1 without rows."""
+    handle: Tensor
+    """Names these inputs in a compiled graph."""
 
     def __init__(self, **fields: Any) -> None:
-        missing = set(self.__slots__) - set(fields)
+        missing = set(self.__slots__) - set(fields) - {"__weakref__", "handle"}
         if missing:
             raise TypeError(f"TreeInputs needs {sorted(missing)}")
         for name, value in fields.items():
             setattr(self, name, value)
+        self.handle = plan_handle(self)
 
     @property
     def multiplicity_T(self) -> Tensor:
@@ -131,7 +137,9 @@ class TreeInputs:
             position_T=to_device(host("position_T"), device),
             row_of_position_S=to_device(host("row_of_position_S") - num_external_rows, device),
             label_S=to_device(host("label_S"), device),
-            conv_taps=ConvTaps(to_device(host("conv_tap_TW"), device), num_external_rows + num_rows),
+            conv_taps=ConvTaps(
+                to_device(host("conv_tap_TW"), device), num_external_rows + num_rows, host("conv_tap_TW")
+            ),
             kda=packed_sequences(layout, device),
             attention=tree_mask(layout, device),
             statistics=statistics,

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 
 from harts_titan.models.common.dtypes import WideModule
 from harts_titan.models.common.norm import GatedRMSNorm, RMSNorm
-from harts_titan.models.common.rope import apply_rope
 from harts_titan.models.common.tree_inputs import TreeInputs
+from harts_titan.models.common.tree_ops import full_attention, linear_attention, short_conv
 from harts_titan.models.ling.config import LingArgs
-from harts_titan.ops.attention import tree_attention
+from harts_titan.ops.activation import head_gate
 from harts_titan.ops.dtypes import wide_dtype
-from harts_titan.ops.kda import kda
-from harts_titan.ops.short_conv import tree_short_conv
+from harts_titan.ops.rope import rope_keys_values, rope_queries
 
 
 class ShortConv(nn.Module):
@@ -28,7 +27,7 @@ class ShortConv(nn.Module):
 
     def forward(self, x_TD: Tensor, inputs: TreeInputs) -> Tensor:
         """Return (T, D)."""
-        return tree_short_conv(x_TD, self.weight, inputs.conv_taps, backend=inputs.backends.short_conv)
+        return short_conv(x_TD, self.weight, inputs)
 
 
 class KDACore(WideModule):
@@ -52,21 +51,28 @@ class KDACore(WideModule):
         f_THK: Tensor,
         b_TH: Tensor,
         inputs: TreeInputs,
+        decay: tuple[Tensor, ...] = (),
     ) -> Tensor:
-        """Return o (T, H, V) from the convolved q, k, v, the raw gate and the raw beta."""
-        o_THV, _ = kda(
+        """Return o (T, H, V) from the convolved q, k, v, the raw gate and the raw beta.
+
+        ``decay`` is what :meth:`gathered` returns; without it the parameters are read here.
+        """
+        A_log_H, dt_bias = decay or (self.A_log, self.dt_bias)
+        return linear_attention(
             q_THK,
             k_THK,
             v_THV,
             f_THK,
             b_TH,
-            self.A_log,
-            self.dt_bias.unflatten(0, (self.A_log.shape[0], -1)),
-            inputs.kda,
+            A_log_H,
+            dt_bias.unflatten(0, (A_log_H.shape[0], -1)),
+            inputs=inputs,
             lower_bound=self.lower_bound,
-            backend=inputs.backends.kda,
         )
-        return o_THV
+
+    def gathered(self) -> tuple[Tensor, ...]:
+        """Return copies of the parameters, which stay when sharding frees what it gathered for this call."""
+        return self.A_log.clone(), self.dt_bias.clone()
 
 
 class KimiDeltaAttention(nn.Module):
@@ -89,14 +95,22 @@ class KimiDeltaAttention(nn.Module):
         self.o_norm = GatedRMSNorm(args.kda_head_dim, eps=args.norm_eps)
         self.o_proj = nn.Linear(width, args.dim, bias=False)
 
-    def forward(self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor]) -> Tensor:
+    def outer_parameters(self) -> tuple[Tensor, ...]:
+        """Parameters that a compiled layer gets as arguments: no sharding hook runs inside of it."""
+        return self.core.gathered()
+
+    def forward(
+        self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], outer: tuple[Tensor, ...] = ()
+    ) -> Tensor:
         """Return (T, D). KDA has no positions: ``rope`` is not read."""
         heads = (-1, self.head_dim)
         q_THK = self.q_conv1d(self.q_proj(x_TD), inputs).unflatten(1, heads)
         k_THK = self.k_conv1d(self.k_proj(x_TD), inputs).unflatten(1, heads)
         v_THV = self.v_conv1d(self.v_proj(x_TD), inputs).unflatten(1, heads)
         f_THK = self.f_proj(x_TD).unflatten(1, heads)
-        o_THV = self.core(q_THK, k_THK, v_THV, f_THK, self.b_proj(x_TD), inputs)
+        tensors = (q_THK, k_THK, v_THV, f_THK, self.b_proj(x_TD))
+        # Past the hooks of the core where its parameters come as arguments.
+        o_THV = self.core.forward(*tensors, inputs, outer) if outer else self.core(*tensors, inputs)
         return self.o_proj(self.o_norm(o_THV, self.g_proj(x_TD).unflatten(1, heads)).flatten(1))
 
 
@@ -122,22 +136,22 @@ class MultiHeadLatentAttention(nn.Module):
         self.g_proj = nn.Linear(args.dim, args.n_heads, bias=False)
         self.dense = nn.Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
 
-    def forward(self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor]) -> Tensor:
-        """Return (T, D). ``rope`` is what :func:`rope_tables` returns."""
+    def outer_parameters(self) -> tuple[Tensor, ...]:
+        """Parameters that a compiled layer gets as arguments: none."""
+        return ()
+
+    def forward(
+        self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], outer: tuple[Tensor, ...] = ()
+    ) -> Tensor:
+        """Return (T, D). ``rope`` is what :func:`rope_tables` returns; ``outer`` is empty."""
         q_TR = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_TD))) if self.q_lora_rank else self.q_proj(x_TD)
         q_THK = q_TR.unflatten(1, (-1, self.nope_dim + self.rope_dim))
-        q_nope, q_rope = q_THK.split((self.nope_dim, self.rope_dim), dim=2)
-        q_THK = torch.cat((q_nope, apply_rope(q_rope, *rope)), dim=2)
+        q_THK = rope_queries(q_THK, *rope)
 
         latent_TL, k_rope_TP = self.kv_a_proj_with_mqa(x_TD).split((self.kv_lora_rank, self.rope_dim), dim=1)
         kv = self.kv_b_proj(self.kv_a_layernorm(latent_TL)).unflatten(1, (-1, self.nope_dim + self.v_dim))
-        k_nope, v_THV = kv.split((self.nope_dim, self.v_dim), dim=2)
         # One rotary key serves all heads.
-        k_rope = apply_rope(k_rope_TP[:, None, :], *rope).expand(-1, k_nope.shape[1], -1)
-        k_THK = torch.cat((k_nope, k_rope), dim=2)
+        k_THK, v_THV = rope_keys_values(kv, k_rope_TP, *rope, nope_dim=self.nope_dim)
 
-        o_THV = tree_attention(
-            q_THK, k_THK, v_THV, inputs.attention, scale=self.scale, backend=inputs.backends.attention
-        )
-        gate_TH = torch.sigmoid(self.g_proj(x_TD).to(wide_dtype(x_TD.dtype)))
-        return self.dense((o_THV * gate_TH[:, :, None]).to(x_TD.dtype).flatten(1))
+        o_THV = full_attention(q_THK, k_THK, v_THV, inputs, scale=self.scale)
+        return self.dense(head_gate(o_THV, self.g_proj(x_TD)).flatten(1))

@@ -5,6 +5,7 @@ Letters: T compact rows, S semantic positions, D model dimension, E experts, A e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -40,11 +41,20 @@ class LingOutput(NamedTuple):
     """Rows for the next pipeline stage; only without a head."""
 
 
+_Rows = tuple[Tensor, Tensor | None, Tensor | None]
+
+# torch.compile makes graphs of their own for sizes 0 and 1; calls that small are run as they are.
+_MIN_COMPILED_ROWS = 2
+
+
 class TransformerBlock(nn.Module):
     """One layer: mixer, then dense feed-forward or experts, both pre-normed and residual."""
 
     def __init__(self, layer: int, args: LingArgs) -> None:
         super().__init__()
+        self.top_k = args.top_k
+        self.compiled_rows: Callable[..., _Rows] | None = None
+        """:meth:`rows`, compiled; set by whoever compiles the model."""
         self.moe_enabled = args.is_moe(layer)
         self.attention: KimiDeltaAttention | MultiHeadLatentAttention
         self.attention = MultiHeadLatentAttention(args) if args.is_mla(layer) else KimiDeltaAttention(args)
@@ -57,7 +67,7 @@ class TransformerBlock(nn.Module):
 
     def forward(
         self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], run: LayerRun
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> _Rows:
         """Run the layer.
 
         Args:
@@ -70,12 +80,44 @@ class TransformerBlock(nn.Module):
             (T, D), and the router's logits and choices (None in a dense layer). Everything the loss may need is an
             output: a recomputed forward must have no side effect.
         """
-        h_TD = x_TD + self.attention(self.attention_norm(x_TD), inputs, rope)
+        topk_TA = run.topk_TA
+        if self.compiled_rows is None or x_TD.shape[0] < _MIN_COMPILED_ROWS:
+            out = self.rows(x_TD, inputs, rope, topk_TA)
+        else:
+            if topk_TA is None and self.moe_enabled:
+                topk_TA = inputs.position_T.new_full((x_TD.shape[0], self.top_k), -1)
+            out = self.compiled_rows(x_TD, inputs, rope, topk_TA, self.attention.outer_parameters())
+            if out[0].requires_grad:
+                # The graph knows the inputs by their handle only and must keep them for its backward pass.
+                out[0].register_hook(lambda gradient, inputs=inputs: None)
+        run.topk_TA = out[2]
+        return out
+
+    def rows(
+        self,
+        x_TD: Tensor,
+        inputs: TreeInputs,
+        rope: tuple[Tensor, Tensor],
+        topk_TA: Tensor | None,
+        outer: tuple[Tensor, ...] = (),
+    ) -> _Rows:
+        """Compute the layer without side effects: what is compiled.
+
+        Args:
+            x_TD: Hidden rows in plan order.
+            inputs: Tables of the call.
+            rope: Cosine and sine tables.
+            topk_TA: Experts to repeat, see :class:`Router`.
+            outer: Parameters of the mixer that sharding hooks gather; empty: the mixer reads them itself.
+
+        Returns:
+            As :meth:`forward`.
+        """
+        h_TD = x_TD + self.attention(self.attention_norm(x_TD), inputs, rope, outer)
         normed_TD = self.ffn_norm(h_TD)
         if not self.moe_enabled:
             return h_TD + self.feed_forward(normed_TD), None, None
-        y_TD, routed = self.moe(normed_TD, run.topk_TA, backend=inputs.backends.grouped_mm)
-        run.topk_TA = routed.topk_TA
+        y_TD, routed = self.moe(normed_TD, topk_TA, backend=inputs.backends.grouped_mm)
         return h_TD + y_TD, routed.logits_TE, routed.topk_TA
 
 
