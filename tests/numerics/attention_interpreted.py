@@ -90,7 +90,7 @@ def other_orders() -> dict[str, object]:
 
 
 def attached_twice() -> TreeMask:
-    """External rows of two segments; roots that hang in the middle and at the end of them, and one that hangs nowhere."""
+    """External rows of two segments; roots in the middle and at the end of them, and one that hangs nowhere."""
     return TreeMask.build(
         # External: rows 0-9 of one path, then 5 more below row 9; own roots hang on row 4, on row 14, and on nothing.
         tin=[*range(5), *range(12, 17), *range(17, 22), *range(5, 12), *range(22, 28), *range(28, 31)],

@@ -1,0 +1,152 @@
+"""Other forms of flash-attn-4's ancestor attention, for ``gpu_attention.py`` to measure beside the one in use."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+import torch
+from flash_attn.cute import tile_scheduler, utils
+from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+from torch import Tensor
+
+from harts_titan.ops.attention import TreeMask
+from harts_titan.ops.attention.mask import list_views, number_of_blocks, packed_lists, packed_size
+
+
+@cute.jit
+def two_arrays(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+    """The mask in use, under another name: a compilation of its own."""
+    tin, tout = aux_tensors[0], aux_tensors[1]
+    m = cutlass.min(m_idx[0], seqlen_info.seqlen_q - 1) + seqlen_info.seqlen_k - seqlen_info.seqlen_q
+    n = cutlass.min(n_idx[0], seqlen_info.seqlen_k - 1)
+    number = utils.scalar_to_ssa(tin[m], cutlass.Int32)
+    return (utils.scalar_to_ssa(tin[n], cutlass.Int32) <= number) & (
+        number < utils.scalar_to_ssa(tout[n], cutlass.Int32)
+    )
+
+
+@cute.jit
+def distance(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+    """One unsigned comparison: ``tin_q - tin_k < tout_k - tin_k``."""
+    tin, size = aux_tensors[0], aux_tensors[1]
+    m = cutlass.min(m_idx[0], seqlen_info.seqlen_q - 1) + seqlen_info.seqlen_k - seqlen_info.seqlen_q
+    n = cutlass.min(n_idx[0], seqlen_info.seqlen_k - 1)
+    gap = cutlass.Uint32(tin[m] - tin[n])
+    return utils.scalar_to_ssa(gap, cutlass.Uint32) < utils.scalar_to_ssa(cutlass.Uint32(size[n]), cutlass.Uint32)
+
+
+@cute.jit
+def one_word(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+    """One 64-bit load per key: ``tin << 32 | size``; rows of q load theirs."""
+    words = aux_tensors[0]
+    m = cutlass.min(m_idx[0], seqlen_info.seqlen_q - 1) + seqlen_info.seqlen_k - seqlen_info.seqlen_q
+    n = cutlass.min(n_idx[0], seqlen_info.seqlen_k - 1)
+    word = words[n]
+    gap = cutlass.Uint32(cutlass.Int32(words[m] >> 32) - cutlass.Int32(word >> 32))
+    size = cutlass.Uint32(cutlass.Int32(word & 0x7FFFFFFF))
+    return utils.scalar_to_ssa(gap, cutlass.Uint32) < utils.scalar_to_ssa(size, cutlass.Uint32)
+
+
+@cute.jit
+def depth_first(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+    """Rows in depth-first order, no external rows: one load per key."""
+    tout = aux_tensors[0]
+    n = cutlass.min(n_idx[0], seqlen_info.seqlen_k - 1)
+    end = utils.scalar_to_ssa(tout[n], cutlass.Int32)
+    return (n_idx <= m_idx) & (m_idx < end)
+
+
+class Variant(NamedTuple):
+    """What one measured form gives the kernels."""
+
+    mask_mod: Callable[..., Any]
+    aux: Callable[[TreeMask], list[Tensor]]
+    heaviest_first: bool = False
+    """Forward programs from the last block of queries, which has most keys, to the first."""
+    forward: tuple[int, int] = (128, 128)
+    backward: tuple[int, int] = (128, 96)
+
+
+def _word(mask: TreeMask) -> list[Tensor]:
+    tin, size = mask.tin_Y.long(), (mask.tout_Y - mask.tin_Y).long()
+    return [tin << 32 | size]
+
+
+VARIANTS = {
+    "distance": Variant(distance, lambda m: [m.tin_Y, m.tout_Y - m.tin_Y]),
+    "one_word": Variant(one_word, _word),
+    "heaviest_first": Variant(two_arrays, lambda m: [m.tin_Y, m.tout_Y], heaviest_first=True, backward=(64, 96)),
+}
+
+
+@contextlib.contextmanager
+def reversed_blocks(wanted: bool) -> Iterator[None]:
+    """Kernels compiled inside take blocks of queries in falling order."""
+    cls = tile_scheduler.SingleTileScheduler
+    original = cls.get_current_work
+
+    def get_current_work(self, *, loc=None, ip=None):
+        work = original(self, loc=loc, ip=ip)
+        block, *rest = work.tile_idx
+        return tile_scheduler.WorkTileInfo((self.params.num_block - 1 - block, *rest), work.is_valid_tile)
+
+    if wanted:
+        cls.get_current_work = get_current_work
+    try:
+        yield
+    finally:
+        cls.get_current_work = original
+
+
+class Measured:
+    """Forward and backward of one variant on one mask."""
+
+    def __init__(self, variant: Variant, mask: TreeMask, scale: float) -> None:
+        self.variant, self.mask, self.scale = variant, mask, scale
+        lists = packed_lists(mask, by_query=variant.forward, by_key=variant.backward)
+        rows = mask.num_rows, mask.num_path_rows
+        num_q, num_kv = number_of_blocks(*rows, variant.forward)
+        cut = packed_size(num_q, num_kv)
+        self.by_query = BlockSparseTensorsTorch(*list_views(lists[:cut], num_q, num_kv), block_size=variant.forward)
+        num_q, num_kv = number_of_blocks(*rows, variant.backward)
+        self.by_key = BlockSparseTensorsTorch(*list_views(lists[cut:], num_kv, num_q), block_size=variant.backward)
+        self.aux = variant.aux(mask)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        with reversed_blocks(self.variant.heaviest_first):
+            out, lse = _flash_attn_fwd(
+                q[None],
+                k[None],
+                v[None],
+                softmax_scale=self.scale,
+                mask_mod=self.variant.mask_mod,
+                aux_tensors=self.aux,
+                block_sparse_tensors=self.by_query,
+                return_lse=True,
+            )[:2]
+        return out, lse
+
+    def backward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> list[Tensor]:
+        grads = _flash_attn_bwd(
+            q[None],
+            k[None],
+            v[None],
+            out,
+            dout[None],
+            lse,
+            self.scale,
+            mask_mod=self.variant.mask_mod,
+            aux_tensors=self.aux,
+            block_sparse_tensors=self.by_key,
+        )
+        return [g[0] for g in grads[:3]]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+        with torch.no_grad():
+            out, lse = self.forward(q, k, v)
+            return [out[0], *self.backward(q, k, v, out, lse, dout)]
