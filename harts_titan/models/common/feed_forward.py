@@ -5,16 +5,11 @@ Letters: D model dimension, F hidden dimension.
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harts_titan.ops.activation import swiglu
 
-def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """``silu(gate) * up``, with ``silu(gate).clamp(max=limit) * up.clamp(-limit, limit)`` if ``limit`` is not 0."""
-    activated = F.silu(gate)
-    if limit == 0.0:
-        return activated * up
-    return activated.clamp(max=limit) * up.clamp(-limit, limit)
+__all__ = ["FeedForward", "swiglu"]
 
 
 class FeedForward(nn.Module):

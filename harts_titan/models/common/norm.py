@@ -8,22 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from harts_titan.ops.dtypes import wide_dtype
-
-
-def rms_norm(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension by its root mean square, in at least float32.
-
-    Args:
-        x: (..., D) in any floating dtype.
-        weight_D: (D,) scale.
-        eps: Added to the mean square.
-
-    Returns:
-        (..., D) in the wide dtype of ``x``; the caller rounds once, after whatever follows.
-    """
-    wide = x.to(wide_dtype(x.dtype))
-    return wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight_D.to(wide.dtype)
+from harts_titan.ops.norm import gated_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -36,7 +21,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the normalised (..., D) input in its own dtype."""
-        return rms_norm(x, self.weight, self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 class GatedRMSNorm(nn.Module):
@@ -49,5 +34,4 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Return the gated norm of (..., D) ``x`` in the gate's dtype; ``gate`` has the same shape, before sigmoid."""
-        normed = rms_norm(x, self.weight, self.eps)
-        return (normed * torch.sigmoid(gate.to(normed.dtype))).to(gate.dtype)
+        return gated_rms_norm(x, gate, self.weight, self.eps)

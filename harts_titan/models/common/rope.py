@@ -9,6 +9,9 @@ import torch
 from torch import Tensor
 
 from harts_titan.ops.dtypes import wide_dtype
+from harts_titan.ops.rope import apply_rope
+
+__all__ = ["apply_rope", "rope_tables"]
 
 
 def rope_tables(position_T: Tensor, *, dim: int, theta: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -28,19 +31,3 @@ def rope_tables(position_T: Tensor, *, dim: int, theta: float, dtype: torch.dtyp
     exponent = torch.arange(0, dim, 2, dtype=torch.float64, device=position_T.device) / dim
     angle = position_T.to(torch.float64)[:, None] * theta ** (-exponent)
     return angle.cos().to(wide_dtype(dtype)), angle.sin().to(wide_dtype(dtype))
-
-
-def apply_rope(x_THP: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair ``(x[2i], x[2i+1])`` by the row's angle ``i``.
-
-    Args:
-        x_THP: (T, H, P).
-        cos: (T, P/2), from :func:`rope_tables`.
-        sin: (T, P/2).
-
-    Returns:
-        (T, H, P) in the dtype of ``x_THP``; pairs stay interleaved.
-    """
-    even, odd = x_THP.to(cos.dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2).to(x_THP.dtype)
