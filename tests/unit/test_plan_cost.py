@@ -8,40 +8,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ling_cases import CHUNK, build, calls_of, small_args
-from torch.utils.checkpoint import set_checkpoint_early_stop
-from torch.utils.flop_counter import FlopCounterMode
+from flop_cases import counted, tile_pairs, unseen
+from ling_cases import CHUNK, calls_of, small_args
 
 from harts_titan.job_config import load_config
 from harts_titan.models import train_specs
-from harts_titan.models.common.tree_inputs import TreeInputs
 from harts_titan.models.ling import FLAVOURS, active_parameter_count
 from harts_titan.models.ling.cost import kda_core_operations, ling_plan_cost, row_operations
+from harts_titan.models.ling.flops import work_of_calls
 from harts_titan.models.train_specs import plan_cost
-from harts_titan.ops.attention.reference import QUERY_TILE
 from harts_titan.ops.kda.reference import GROUP_ROWS
 from harts_titan.tree.cost import PlanCost
 
 CONFIG = str(Path(__file__).resolve().parents[2] / "train_configs" / "ling_debug.toml")
 ROWS = 2 * GROUP_ROWS
-"""Whole groups of chunks and whole query tiles: the CPU path then computes no padding that the formula lacks."""
-# Pairs a causal path of ROWS rows reads in whole tiles.
-TILE_PAIRS = QUERY_TILE**2 * sum(range(1, ROWS // QUERY_TILE + 1))
-
-
-def counted(args, recompute: bool) -> tuple[int, int]:
-    """Operations that torch sees in forward and backward of one trajectory of ROWS tokens on the CPU path."""
-    model = build(args)
-    model.recompute_layers = recompute
-    tokens = np.random.default_rng(0).integers(0, args.vocab_size, ROWS).astype(np.int32)
-    (layout,) = calls_of(tokens, np.array([0, ROWS]), "compact")
-    inputs = TreeInputs.from_layout(layout)
-    # Early stopping would leave out a layer's last product, whose result the backward pass does not need.
-    with set_checkpoint_early_stop(False), FlopCounterMode(display=False) as forward:
-        output = model(inputs)
-    with FlopCounterMode(display=False) as backward:
-        output.logprob_S.sum().backward()
-    return forward.get_total_flops(), backward.get_total_flops()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -49,24 +29,14 @@ def counted(args, recompute: bool) -> tuple[int, int]:
 def test_operations_are_those_torch_counts(changes, recompute):
     """Equal as integers, after the hand count of what the counter cannot see and of what the CPU path does twice."""
     args = small_args(**changes)
-    one = row_operations(args, chunk_size=CHUNK)
     cost = ling_plan_cost(args, chunk_size=CHUNK, recompute=recompute, element_bytes=8)
-    heads = args.n_heads * sum(not args.is_mla(layer) for layer in range(args.n_layers))
-    width = args.kda_head_dim
-    # Triangular solves of a chunk: [W | U] has two heads' width; in backward they are solved again and transposed.
-    solve = 4 * CHUNK * width * heads
-    # The state scan runs apart from the outputs: W S and the update of S' twice; in backward two products with dO.
-    scan = 4 * width**2 * heads
-    scan_backward = (2 * CHUNK * width + 2 * width**2) * heads
-    # The counter knows no elementwise products: the convolution's are counted by hand. Nor does it know addmm in place,
-    # which adds up the head's weight gradient.
-    unseen = one.convolution + solve - scan
-    unseen_backward = 2 * one.convolution + 2 * solve - scan_backward + one.head
-    forward, backward = counted(args, recompute)
-    assert forward + unseen * ROWS == (cost.forward_row + cost.head_forward_row) * ROWS + cost.forward_pair * TILE_PAIRS
-    assert backward + (unseen_backward + recompute * unseen) * ROWS == (
-        (cost.backward_row + cost.head_backward_row) * ROWS + cost.backward_pair * TILE_PAIRS
-    )
+    tokens = np.random.default_rng(0).integers(0, args.vocab_size, ROWS).astype(np.int32)
+    calls = calls_of(tokens, np.array([0, ROWS]), "compact")
+    pairs = tile_pairs(calls)
+    forward, backward = counted(args, calls, recompute=recompute)
+    added = unseen(args, work_of_calls(calls), recompute=recompute)
+    assert forward + added[0] == (cost.forward_row + cost.head_forward_row) * ROWS + cost.forward_pair * pairs
+    assert backward + added[1] == (cost.backward_row + cost.head_backward_row) * ROWS + cost.backward_pair * pairs
 
 
 @pytest.mark.parametrize("flavour", FLAVOURS)

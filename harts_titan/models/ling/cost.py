@@ -6,7 +6,7 @@ memory rather than compute, and calibration adds what they take.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from harts_titan.models.ling.config import LingArgs
 from harts_titan.tree.cost import PlanCost
@@ -19,48 +19,74 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True)
 class RowOperations:
-    """Operations of one forward pass over all layers, by how their backward pass relates to it."""
+    """Operations of one forward pass, by how their backward pass relates to it (:data:`BACKWARD`)."""
 
     products: int
-    """Per row: projections, router, dense feed-forward and experts, which backward computes twice."""
+    """Per row: projections, router, dense feed-forward and experts."""
     convolution: int
-    """Per row: the three short convolutions, which backward computes twice."""
+    """Per row: the three short convolutions."""
     core: int
-    """Per row: chunk kernels of linear attention, which keep their inputs only: backward recomputes them as well."""
+    """Per packed row, replay included: chunk kernels of linear attention."""
     query_key: int
-    """Per attended pair: scores of full attention, three such products in backward."""
+    """Per attended pair: scores of full attention."""
     value: int
-    """Per attended pair: weighted values of full attention, two such products in backward."""
+    """Per attended pair: weighted values of full attention."""
     head: int
-    """Per complete row: LM head, whose logits backward recomputes."""
+    """Per complete row: LM head."""
+
+    def __add__(self, other: RowOperations) -> RowOperations:
+        return RowOperations(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
 
 
-def row_operations(args: LingArgs, *, chunk_size: int) -> RowOperations:
-    """Count the operations of one row and one attended pair, over all layers.
+BACKWARD = RowOperations(products=2, convolution=2, core=2, query_key=2, value=2, head=2)
+"""Products of a backward pass for each of the forward pass: one for each of its two operands."""
+AGAIN = RowOperations(products=0, convolution=0, core=1, query_key=1, value=0, head=1)
+"""Forward products that backward computes again although no layer is recomputed: the chunk kernel keeps its inputs
+only, attention no scores, the head no logits."""
+
+
+def layer_operations(args: LingArgs, layer: int, *, chunk_size: int) -> RowOperations:
+    """Count the operations of one row and one attended pair in one layer.
 
     Args:
         args: the architecture.
+        layer: 0-based.
         chunk_size: tokens in a chunk of the linear-attention kernel; the work inside a chunk grows with it.
     """
-    num_mla = sum(args.is_mla(layer) for layer in range(args.n_layers))
-    num_kda = args.n_layers - num_mla
-    num_moe = sum(args.is_moe(layer) for layer in range(args.n_layers))
     width = args.n_heads * args.kda_head_dim
-    expert = 3 * args.dim * (args.top_k * args.moe_inter_dim + args.shared_inter_dim)
-    multiply_adds = (
-        num_kda * (6 * args.dim * width + args.dim * args.n_heads)
-        + num_mla * _mla_products(args)
-        + num_moe * (args.dim * args.num_experts + expert)
-        + (args.n_layers - num_moe) * 3 * args.dim * args.inter_dim
-    )
+    if args.is_moe(layer):
+        expert = 3 * args.dim * (args.top_k * args.moe_inter_dim + args.shared_inter_dim)
+        feed_forward = args.dim * args.num_experts + expert
+    else:
+        feed_forward = 3 * args.dim * args.inter_dim
+    if args.is_mla(layer):
+        return RowOperations(
+            products=2 * (_mla_products(args) + feed_forward),
+            convolution=0,
+            core=0,
+            query_key=2 * args.n_heads * args.qk_head_dim,
+            value=2 * args.n_heads * args.v_head_dim,
+            head=0,
+        )
     return RowOperations(
-        products=2 * multiply_adds,
-        convolution=2 * num_kda * 3 * width * args.num_taps,
-        core=num_kda * args.n_heads * kda_core_operations(args.kda_head_dim, chunk_size),
-        query_key=2 * num_mla * args.n_heads * args.qk_head_dim,
-        value=2 * num_mla * args.n_heads * args.v_head_dim,
-        head=2 * args.dim * args.vocab_size,
+        products=2 * (6 * args.dim * width + args.dim * args.n_heads + feed_forward),
+        convolution=2 * 3 * width * args.num_taps,
+        core=args.n_heads * kda_core_operations(args.kda_head_dim, chunk_size),
+        query_key=0,
+        value=0,
+        head=0,
     )
+
+
+def head_operations(args: LingArgs) -> RowOperations:
+    """Count the operations of one row in the LM head."""
+    return RowOperations(0, 0, 0, 0, 0, head=2 * args.dim * args.vocab_size)
+
+
+def row_operations(args: LingArgs, *, chunk_size: int) -> RowOperations:
+    """Count the operations of one row and one attended pair, over all layers and the head; arguments as above."""
+    layers = [layer_operations(args, layer, chunk_size=chunk_size) for layer in range(args.n_layers)]
+    return sum(layers, head_operations(args))
 
 
 def kda_core_operations(head_dim: int, chunk_size: int) -> int:
@@ -109,16 +135,22 @@ def ling_plan_cost(args: LingArgs, *, chunk_size: int, recompute: bool, element_
         element_bytes: of the dtype layers compute in.
     """
     one = row_operations(args, chunk_size=chunk_size)
-    forward_row = one.products + one.convolution + one.core
-    forward_pair = one.query_key + one.value
-    again = int(recompute)
+    row, pair = ("products", "convolution", "core"), ("query_key", "value")
+
+    def forward(names: tuple[str, ...]) -> int:
+        return sum(getattr(one, name) for name in names)
+
+    def backward(names: tuple[str, ...], again: bool) -> int:
+        times = {name: getattr(BACKWARD, name) + getattr(AGAIN, name) + again for name in names}
+        return sum(times[name] * getattr(one, name) for name in names)
+
     return PlanCost(
-        forward_row=forward_row,
-        forward_pair=forward_pair,
-        backward_row=2 * (one.products + one.convolution) + 3 * one.core + again * forward_row,
-        backward_pair=3 * one.query_key + 2 * one.value + again * forward_pair,
+        forward_row=forward(row),
+        forward_pair=forward(pair),
+        backward_row=backward(row, recompute),
+        backward_pair=backward(pair, recompute),
         head_forward_row=one.head,
-        head_backward_row=3 * one.head,
+        head_backward_row=backward(("head",), False),
         shared_row_bytes=shared_row_bytes(args, element_bytes=element_bytes),
         handed_state_bytes=handed_state_bytes(args),
     )
