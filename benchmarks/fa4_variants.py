@@ -20,7 +20,7 @@ from harts_titan.ops.attention.mask import list_views, number_of_blocks, packed_
 
 @cute.jit
 def two_arrays(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
-    """The mask in use, under another name: a compilation of its own."""
+    """The mask in use, under another name: its kernels are compiled apart, with other programs first."""
     tin, tout = aux_tensors[0], aux_tensors[1]
     m = cutlass.min(m_idx[0], seqlen_info.seqlen_q - 1) + seqlen_info.seqlen_k - seqlen_info.seqlen_q
     n = cutlass.min(n_idx[0], seqlen_info.seqlen_k - 1)

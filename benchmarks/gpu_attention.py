@@ -6,8 +6,8 @@
 
 16 heads, K = 192, V = 128, bfloat16. TFLOP/s count visible pairs only, a backward pass as 2.5 forward ones. Trees:
 "agent" a long prompt, a trunk of turns, side branches of one to three turns; "treestep" and "stepwise" trajectories of
-two agent workloads (``benchmarks/data/attention_trees.md``); "episode" 40 turns with a short side segment each; "episodes"
-eight of 20 turns. ``sweep`` (more Triton configurations) runs only when named.
+two agent workloads (``benchmarks/data/attention_trees.md``); "episode" 40 turns with a short side segment each;
+"episodes" eight of 20 turns. ``sweep`` (more Triton configurations) runs only when named.
 """
 
 from __future__ import annotations
@@ -355,9 +355,11 @@ def variants() -> Report:
     """Other masks, program orders and block sizes of flash-attn-4: forward and backward apart, on three trees."""
     if DRY:
         return {"skipped": "flash-attn-4 needs a GPU"}
-    from fa4_variants import VARIANTS, Measured, Variant, depth_first, two_arrays
+    from fa4_variants import VARIANTS, Measured, Variant, depth_first
 
-    in_use = Variant(two_arrays, lambda m: [m.tin_Y, m.tout_Y])
+    from harts_titan.ops.attention.fa4 import ancestor_mask
+
+    in_use = Variant(ancestor_mask, lambda m: [m.tin_Y, m.tout_Y])
     report: Report = {}
     for name in ("stepwise", "treestep", "episodes"):
         tree = trees()[name]

@@ -1,5 +1,7 @@
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
 from harts_titan.ops.attention import TreeMask, block_tables, tree_attention
 from harts_titan.ops.attention.reference import QUERY_TILE
@@ -66,10 +68,10 @@ def test_a_branch_cannot_touch_the_others(backend):
     assert torch.equal(before[others], after[others])
 
 
-def split(case, external_segments):
+def split(case, external_segments, own_order=None):
     """The case cut into a producer's rows and a consumer hanging on them: rows of the external segments first."""
     own = [v for v in range(len(case.segments)) if v not in external_segments]
-    own.sort(key=lambda v: case.seg_row[v])
+    own.sort(key=lambda v: case.seg_row[v] if own_order is None else own_order[v])
     order = torch.cat([case.own(v) for v in sorted(external_segments)] + [case.own(v) for v in own])
     place = torch.empty(case.num_rows, dtype=torch.long)
     place[order] = torch.arange(case.num_rows)
@@ -142,6 +144,56 @@ def test_block_tables_equal_brute_force(seed, blocks):
         assert torch.equal(dense_of(*tables[4:6]), partial.t())
         assert torch.equal(dense_of(*tables[6:8]), full.t())
         assert block_tables(mask, *blocks) is tables
+
+
+@st.composite
+def forests(draw):
+    """A mask with rows in any order of segments: roots above, in the middle and at the end of external paths."""
+    count = draw(st.integers(1, 9))
+    parents = [-1] + [draw(st.integers(-1, i - 1)) for i in range(1, count)]
+    lengths = [draw(st.integers(1, 40)) for _ in range(count)]
+    external = {v for v in range(count) if draw(st.integers(0, 3)) == 0}
+    external = {v for v in external if all(p in external for p in ancestors(parents, v))}
+    case = TreeCase(list(zip(parents, lengths)), 8)
+    mask, _, _ = split(case, external, draw(st.permutations(range(count))))
+    return mask
+
+
+def ancestors(parents, v):
+    while parents[v] >= 0:
+        v = parents[v]
+        yield v
+
+
+@given(forests(), st.integers(1, 24), st.integers(1, 24))
+@settings(max_examples=60, deadline=None)
+def test_block_tables_of_any_forest_equal_brute_force(mask, q_block, kv_block):
+    tables = block_tables(mask, q_block, kv_block)
+    partial, full = brute_force(mask, q_block, kv_block)
+    for at, dense in enumerate((partial, full, partial.t(), full.t())):
+        assert torch.equal(dense_of(*tables[2 * at : 2 * at + 2]), dense)
+
+
+@pytest.mark.parametrize("blocks", [(4, 4), (3, 5), (8, 2), (16, 16)])
+def test_block_tables_of_roots_inside_external_segments(blocks):
+    # External: rows 0-9 of one path, then 5 more below row 9; own roots hang on row 4, on row 14, and on nothing.
+    mask = TreeMask.build(
+        tin=[*range(5), *range(12, 17), *range(17, 22), *range(5, 12), *range(22, 28), *range(28, 31)],
+        tout=[28] * 15 + [12] * 7 + [28] * 6 + [31] * 3,
+        seg_parent=[-1, -1, -1],
+        seg_start=[5, 15, 0],
+        seg_length=[7, 6, 3],
+        seg_row=[0, 7, 13],
+        seg_attach=[4, 14, -1],
+        num_external_rows=15,
+    )
+    tables = block_tables(mask, *blocks)
+    partial, full = brute_force(mask, *blocks)
+    for at, dense in enumerate((partial, full, partial.t(), full.t())):
+        assert torch.equal(dense_of(*tables[2 * at : 2 * at + 2]), dense)
+    x = qkv(31, num_external_rows=15)
+    dense, path = (tree_attention(*x, mask, scale=SCALE, backend=b) for b in ("dense", "path"))
+    assert relative(path, dense) < 1e-12
 
 
 def test_block_tables_of_many_rows_take_no_quadratic_memory():
