@@ -5,7 +5,7 @@ alike share a window; each producer computes what two or more consumers of its c
 consumer slower than its slot (``levelling.py``). Several searches from different random numbers are compared by
 ``Work.score``.
 
-Not in the paper: cells are made first and then packed (``cell_packing.py``), with a few slots more than Level 1
+Not in the paper: cells are made first and then packed (``cell_packing.py``), with some slots more than Level 1
 where that has filled its microbatches to the brim: with pieces of many trees, which scatters trees over cells. The
 other start are Level 1's groups.
 
@@ -29,18 +29,19 @@ from harts_titan.tree.work import Placement, measure
 
 # Proposals per trajectory: exchanges between cells of whole consumers, of anything when cells are made, and of runs
 # between consumers at last. Time grows with them, plans improve.
-_SWAPS, _CELL_MOVES, _MOVES = 12, 200, 450
+_SWAPS, _CELL_MOVES, _MOVES = 12, 200, 600
 # First bound on what such a change may add, in mean costs of a trajectory.
 _SWAP_HEAT, _CELL_HEAT, _HEAT = 0.3, 0.1, 0.06
 # Weight of equal cells against a small sum of their tries: when they are cut, and later over the square root of the
-# replicas, for the more there are the more trees equal cells cut. Weight of complete rows, which capacity makes scarce.
-_CUT_BALANCE, _BALANCE, _COMPLETE = 20.0, 5.6, 0.4
+# replicas, for the more there are the more trees equal cells cut; the last search starts with less of it and ends with
+# more. Weight of complete rows, which capacity makes scarce.
+_CUT_BALANCE, _BALANCE, _FIRST, _LAST, _COMPLETE = 20.0, 5.6, 0.2, 2.5, 0.4
 # Share of its capacity that a consumer may need when cells are made; share of the rows too many above which packing
 # gives up at once; exchanges it tries otherwise.
 _FILL, _HOPELESS, _TRIALS = 0.88, 0.005, 4000
 # Level 1 scatters trees where it fills microbatches to this share of all capacity, with more than so many leaves each.
-# Cells then get up to a fifth more slots.
-_FULL, _MANY_LEAVES, _MANY_WINDOWS = 0.92, 3, 8
+# Cells then get a fifth more slots, but hardly more windows: one in eight.
+_FULL, _MANY_LEAVES, _MORE_SLOTS, _MORE_WINDOWS = 0.92, 3, 5, 8
 _SEEDS = (1, 2)
 
 
@@ -78,7 +79,14 @@ def place_step(
 
     def finish(sizes_W: np.ndarray, cell_N: np.ndarray, label_N: np.ndarray, seed: int) -> Placement:
         consumers_C = np.tile(sizes_W, dp_degree)
-        moves = Moves(_MOVES * cell_N.size, weight=balance, heat=_HEAT, complete_weight=_COMPLETE, seed=seed)
+        moves = Moves(
+            _MOVES * cell_N.size,
+            weight=_FIRST * balance,
+            last_weight=_LAST * balance,
+            heat=_HEAT,
+            complete_weight=_COMPLETE,
+            seed=seed,
+        )
         cost_C = search_cells(cell_N, label_N, consumers_C, *bounds, moves)
         # Cells of equal size and similar cost share a window: it waits for the slowest.
         cells_WD = np.lexsort((np.arange(cost_C.size), -cost_C, -consumers_C)).reshape(-1, dp_degree)
@@ -89,22 +97,20 @@ def place_step(
         sizes_W = window_sizes(num_slots, max_window_slots)
         consumers_C = np.tile(sizes_W, dp_degree)
         cell_N, label_N = _deal(partition.group_N[bearing_N], consumers_C)
-        swaps = Moves(_SWAPS * cell_N.size, whole=True, weight=balance, heat=_SWAP_HEAT, seed=seed)
+        swaps = Moves(_SWAPS * cell_N.size, whole=True, weight=balance, last_weight=balance, heat=_SWAP_HEAT, seed=seed)
         search_cells(cell_N, label_N, consumers_C, *bounds, swaps)
         return [finish(sizes_W, cell_N, label_N, seed)]
 
     def from_cells(seed: int) -> list[Placement]:
-        for slots in slots_tried:
-            sizes_W = window_sizes(slots, max_window_slots)
-            consumers_C = np.tile(sizes_W, dp_degree)
-            packed = _cells_first(leaves, consumers_C, capacity=capacity, pair=_pair(cost), balance=balance, seed=seed)
-            if packed is not None:
-                return [finish(sizes_W, *packed, seed)]
-        return []
+        sizes_W = window_sizes(
+            _slots_for_cells(num_slots, max_window_slots) if scattered else num_slots, max_window_slots
+        )
+        consumers_C = np.tile(sizes_W, dp_degree)
+        packed = _cells_first(leaves, consumers_C, capacity=capacity, pair=_pair(cost), balance=balance, seed=seed)
+        return [] if packed is None else [finish(sizes_W, *packed, seed)]
 
     full = int(partition.rows_K.sum()) > _FULL * capacity * partition.num_groups
     scattered = full and leaves.num_trajectories > _MANY_LEAVES * partition.num_groups
-    slots_tried = _slots_tried(num_slots, max_window_slots) if scattered else [num_slots]
     # The searches release the interpreter lock. The result does not depend on which thread ends first.
     with ThreadPoolExecutor(2) as pool:
         searches = [
@@ -142,14 +148,11 @@ def window_sizes(num_slots: int, max_window_slots: int) -> np.ndarray:
     return np.array([num_slots // windows + (w < num_slots % windows) for w in range(windows)], np.int64)
 
 
-def _slots_tried(num_slots: int, max_window_slots: int) -> list[int]:
-    """Return numbers of slots for cells that are cut first, with hardly more windows than Level 1's slots need."""
+def _slots_for_cells(num_slots: int, max_window_slots: int) -> int:
+    """Return a number of slots for cells that are cut first, with hardly more windows than Level 1's slots need."""
+    more = num_slots + num_slots // _MORE_SLOTS
     windows = window_sizes(num_slots, max_window_slots).size
-    most = max_window_slots * (windows + windows // 8) if max_window_slots else 2 * num_slots
-    more = {min(least, num_slots // 5) for least in (max(2, num_slots // 8), max(3, num_slots // 5))}
-    slots = sorted({min(num_slots + extra, most) for extra in more})
-    # Of many cells one hardly ever fits: a second attempt is not worth its time.
-    return slots[-1:] if windows > _MANY_WINDOWS else slots
+    return min(more, max_window_slots * (windows + windows // _MORE_WINDOWS)) if max_window_slots else more
 
 
 def _cells_first(
@@ -162,6 +165,7 @@ def _cells_first(
     moves = Moves(
         _CELL_MOVES * cell_N.size,
         weight=balance,
+        last_weight=balance,
         heat=_CELL_HEAT,
         row_limit=float(capacity),
         fill=_FILL * capacity,

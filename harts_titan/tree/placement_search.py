@@ -40,7 +40,7 @@ class Moves(NamedTuple):
     Attributes:
         moves: proposals to try.
         whole: True to swap whole consumers, False to move and swap runs of trajectories.
-        weight: of the balance term.
+        weight, last_weight: of the balance term at first and at last: trees are cut late.
         heat: first bound on what a change may add, in units of the mean cost of a trajectory.
         complete_weight: of complete rows, which capacity makes scarce.
         row_limit: rows of a consumer for ``rows_needed``.
@@ -52,6 +52,7 @@ class Moves(NamedTuple):
     moves: int
     whole: bool = False
     weight: float = 0.0
+    last_weight: float = 0.0
     heat: float = 0.0
     complete_weight: float = 0.0
     row_limit: float = 0.0
@@ -208,7 +209,8 @@ def _search(state, capacity, pair, apart, num_labels, moves):
                 state.member_CR[b], state.count_C[b], back, num_back, out, num_out, length_N, minimum_LN, pair
             )
             delta += delta_a + delta_b
-            delta += moves.weight * balance_change(cost_C, total, state.share_C, a, b, delta_a, delta_b)
+            weight = moves.weight + (moves.last_weight - moves.weight) * move / moves.moves
+            delta += weight * balance_change(cost_C, total, state.share_C, a, b, delta_a, delta_b)
             if moves.fill > 0 and delta - state.excess_C[a] - state.excess_C[b] <= limit:
                 n = merge(state.member_CR[a], state.count_C[a], out, num_out, back, num_back, state.scratch_R)
                 excess_a = _excess(state, a, state.scratch_R, n, moves)
