@@ -43,8 +43,8 @@ from harts_titan.ops.attention import TreeMask, tree_attention
 from harts_titan.ops.attention.flex import tree_attention_flex
 from harts_titan.ops.attention.reference import tree_attention_path
 from harts_titan.ops.kda import PackedSequences
-from harts_titan.ops.kda.fla_pinned import PINNED
-from harts_titan.ops.kda.triton_op import SCAN_BLOCK_V, _scan_options, kda_triton, prepare_tables
+from harts_titan.ops.kda.configs import HOPPER
+from harts_titan.ops.kda.triton_op import kda_triton, prepare_tables
 from harts_titan.ops.short_conv.taps import chain_tables
 from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
 from harts_titan.tree.plan import CallLayout
@@ -312,7 +312,7 @@ def kda_outputs(*x: Tensor, packed: PackedSequences) -> Tensor:
 
 
 def fla_packed(*x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    from fla.ops.kda import chunk_kda
+    from tests.numerics.fla_pinned import chunk_kda
 
     q, k, v, f, b, A_log, dt_bias = x
     return chunk_kda(
@@ -521,8 +521,7 @@ def environment() -> Report:
         "versions": {n: version(n) for n in ("torch", "triton", "fla-core", "flash-attn-4", "nvidia-cutlass-dsl")},
         "cuda": torch.version.cuda,
         "settings": {"kda": str(SETTING), "attention": str(ATTENTION), "big_rows": BIG_ROWS, "repeats": REPEATS},
-        "pinned": {name: str(config[1:]) for name, config in PINNED.items()},
-        "scan": {"BV": SCAN_BLOCK_V, **_scan_options(torch.device(DEVICE), DTYPE.itemsize)},
+        "pinned": {name: str(config) for name, config in HOPPER.items()},
     }
 
 

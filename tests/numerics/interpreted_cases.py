@@ -41,7 +41,7 @@ def kda_tree_equals_fla() -> dict[str, object]:
 def kda_handed_in_state() -> dict[str, object]:
     setting = checks.Setting("cpu", torch.float32, num_heads=2, key_dim=16, value_dim=32, chunk_size=32)
     with checks.filled_allocations():
-        return checks.check_kda(checks.handed_in(32, "cpu"), setting, decay="slow", same_bits=False)
+        return checks.check_kda(checks.handed_in(32, "cpu"), setting, decay="slow")
 
 
 def kda_prefix_and_continuation() -> dict[str, object]:

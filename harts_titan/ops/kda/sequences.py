@@ -226,6 +226,16 @@ class PackedSequences:
         """External states + exports."""
         return self.num_external_states + self.num_exports
 
+    @property
+    def packed_row_host(self) -> np.ndarray:
+        """int64 (P): host copy of :attr:`packed_row_P`."""
+        return self._host.packed_row
+
+    @property
+    def kept_host(self) -> np.ndarray:
+        """int64 (T): host copy of :attr:`kept_T`."""
+        return self._host.kept
+
     @cached_property
     def chunk_offset_host(self) -> tuple[int, ...]:
         """First chunk of each sequence, Q+1 entries."""

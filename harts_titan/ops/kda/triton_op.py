@@ -1,34 +1,39 @@
-"""KDA over packed tree sequences on CUDA: fla-core's chunk kernels around this project's own state scans.
+"""KDA over packed tree sequences on CUDA (HARTS 3.4: ChunkLA with exported boundary states).
 
-HARTS 3.4 (ChunkLA with exported boundary states). Everything inside a chunk is independent of the carried state, so
-those kernels run once over all packed rows; only the two state scans run round by round, because a round starts from
-states that earlier rounds export. Replay rows are copies of ancestor rows: their outputs are dropped and their
-gradients are added to the ancestor's in float32, in packed order.
+Everything inside a chunk is independent of the carried state, so ``chunk_kernels.py`` runs once over all chunks; only
+the two state scans of ``kernels.py`` run round by round, because a round starts from states that earlier rounds export.
+Replay rows are copies of ancestor rows: their outputs are dropped and their gradients are added to the ancestor's in
+float32, in packed order.
 
-Letters: T own rows, X external rows, Y = X + T path rows, P packed rows, Q sequences, C chunks, E exports, H heads,
-K key width, V value width.
+Letters: T own rows, X external rows, Y = X + T path rows, S slots (rows of all chunks, padding included), Q sequences,
+C chunks, E exports, H heads, K key width, V value width.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 from torch.profiler import record_function
 
 from harts_titan.ops.host_tables import to_device
-from harts_titan.ops.kda import fla_pinned as fk
-from harts_titan.ops.kda.kernels import fan_in_rows, fan_in_states, state_scan_backward, state_scan_forward
+from harts_titan.ops.kda.chunk_kernels import (
+    chunk_backward_keys,
+    chunk_backward_norms,
+    chunk_backward_values,
+    chunk_forward,
+    chunk_output,
+    chunk_output_gradient,
+    fan_in_copies,
+)
+from harts_titan.ops.kda.configs import BLOCK_ROWS, launch
+from harts_titan.ops.kda.kernels import fan_in_states, state_scan_backward, state_scan_forward
 from harts_titan.ops.kda.sequences import PackedSequences
 
-# Columns of V per program of the state scans, as in fla's own scan.
-SCAN_BLOCK_V = 32
 _FAN_BLOCK = 1024
 
 
@@ -42,16 +47,20 @@ class KDATables(NamedTuple):
     index_I: Tensor
     """int64 on the device; ``_unpack`` cuts it."""
     header_J: Tensor
-    """int64 on the host: Q, C, F, M, Y, then one ``_Round`` after another."""
-    packed_row_P: Tensor
+    """int64 on the host: Q, F, M, D, N, then one ``_Round`` after another."""
+    packed_row_S: Tensor
+    """int64: path row of every slot, -1 = padding at the end of a sequence."""
     kept_T: Tensor
+    """Only its size is read."""
     export_sequence_E: Tensor
     """On the host; only its size is read."""
 
 
 class _Index(NamedTuple):
-    cu_seqlens_Q1: Tensor
-    chunk_indices_C2: Tensor
+    own_row_S: Tensor
+    """Own row a slot's output goes to, -1 = replay row or padding."""
+    copy_slot_S: Tensor
+    """Row of the buffers of copies, -1 = nobody else reads the slot's path row."""
     chunk_offset_Q1: Tensor
     init_row_Q: Tensor
     init_slot_Q: Tensor
@@ -61,10 +70,13 @@ class _Index(NamedTuple):
     """Pool rows that sequences start from, round after round."""
     fan_ptr_F1: Tensor
     fan_slot_M: Tensor
-    copy_ptr_Y1: Tensor
-    copy_row_P: Tensor
-    packed_row_P: Tensor
+    shared_row_D: Tensor
+    """Path rows that several packed rows read, or none."""
+    shared_ptr_D1: Tensor
+    """Their copies."""
+    packed_row_S: Tensor
     kept_T: Tensor
+    num_copies: int
     num_exports: int
     rounds: list[_Round]
 
@@ -110,35 +122,34 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
         fan_slot.append(slot[starts][order])
         rounds.append(_Round(first, last - first, num_fans, rows.size, starts.size))
         num_fans += rows.size
-    fan_in = sequences.replay_fan_in
+    packed_row, own_row, copy_slot, shared_row, shared_ptr = _slot_tables(sequences)
     device = sequences.device
-    pieces: list[Tensor] = []
+    pieces: list[np.ndarray] = []
     for table in (
-        sequences.cu_seqlens_Q1,
-        sequences.chunk_indices_C2,
-        sequences.chunk_offset_Q1,
-        sequences.init_state_Q,
-        to_device(slot, device),
-        sequences.export_row_B,
-        to_device(np.concatenate(fan_row), device),
-        to_device(np.cumsum(np.concatenate(fan_count)), device),
-        to_device(np.concatenate(fan_slot), device),
-        fan_in.ptr_Y1,
-        fan_in.packed_P,
+        own_row,
+        copy_slot,
+        np.asarray(sequences.chunk_offset_host, dtype=np.int64),
+        init,
+        slot,
+        np.asarray(sequences.export_row_host, dtype=np.int64),
+        np.concatenate(fan_row),
+        np.cumsum(np.concatenate(fan_count)),
+        np.concatenate(fan_slot),
+        shared_row,
+        shared_ptr,
     ):
-        flat = table.reshape(-1).to(torch.int64)
-        pieces += [flat, flat.new_zeros(-flat.numel() % _ALIGN)]
+        pieces += [table, np.zeros(-table.size % _ALIGN, dtype=np.int64)]
     header = [
         sequences.num_sequences,
-        sequences.num_chunks,
         num_fans,
         sum(r.num_starts for r in rounds),
-        sequences.num_path_rows,
+        shared_row.size,
+        int(shared_ptr[-1]),
     ]
     tables = KDATables(
-        torch.cat(pieces),
+        to_device(np.concatenate(pieces), device),
         torch.tensor([*header, *(value for r in rounds for value in r)], dtype=torch.int64),
-        sequences.packed_row_P,
+        to_device(packed_row, device),
         sequences.kept_T,
         torch.tensor(sequences.export_sequence_host, dtype=torch.int64),
     )
@@ -146,18 +157,36 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
     return tables
 
 
-def _unpack(tables: list[Tensor]) -> _Index:
+def _slot_tables(sequences: PackedSequences) -> tuple[np.ndarray, ...]:
+    """``packed_row_S``, ``own_row_S``, ``copy_slot_S``, ``shared_row_D`` and ``shared_ptr_D1``."""
+    packed, kept = sequences.packed_row_host, sequences.kept_host
+    cu, chunk_offset = (np.asarray(x) for x in (sequences.cu_seqlens_host, sequences.chunk_offset_host))
+    size = sequences.num_chunks * sequences.chunk_size
+    slot_P = np.arange(packed.size) + np.repeat(chunk_offset[:-1] * sequences.chunk_size - cu[:-1], np.diff(cu))
+    packed_row, own_row, copy_slot = (np.full(size, -1, dtype=np.int64) for _ in range(3))
+    packed_row[slot_P] = packed
+    own_row[slot_P[kept]] = np.arange(kept.size)
+    count = np.bincount(packed, minlength=sequences.num_path_rows)
+    shared_row = np.flatnonzero(count != 1)
+    shared_ptr = np.concatenate([[0], np.cumsum(count[shared_row])]).astype(np.int64)
+    # A stable sort keeps packed order inside a path row: the fixed order of the gradient sums.
+    order = np.argsort(packed, kind="stable")
+    copies = order[count[packed[order]] > 1]
+    copy_slot[slot_P[copies]] = np.arange(copies.size)
+    return packed_row, own_row, copy_slot, shared_row, shared_ptr
+
+
+def _unpack(tables: list[Tensor], chunk_size: int) -> _Index:
     t = KDATables(*tables)
     header = t.header_J.tolist()
-    Q, C, F, M, Y = header[:_HEADER]
-    P = t.packed_row_P.shape[0]
+    Q, F, M, D, N = header[:_HEADER]
+    S = t.packed_row_S.shape[0]
     views, at = [], 0
-    for size in (Q + 1, 2 * C, Q + 1, Q, Q, C + Q, F, F + 1, M, Y + 1, P):
+    for size in (S, S, Q + 1, Q, Q, S // chunk_size + Q, F, F + 1, M, D, D + 1):
         views.append(t.index_I[at : at + size])
         at += -(-size // _ALIGN) * _ALIGN
-    views[1] = views[1].view(C, 2)
     rounds = [_Round(*header[i : i + 5]) for i in range(_HEADER, len(header), 5)]
-    return _Index._make([*views, t.packed_row_P, t.kept_T, t.export_sequence_E.shape[0], rounds])
+    return _Index._make([*views, t.packed_row_S, t.kept_T, N, t.export_sequence_E.shape[0], rounds])
 
 
 def kda_triton(
@@ -196,8 +225,9 @@ def kda_triton(
     Raises:
         ValueError: If shapes, dtypes, ``chunk_size`` or ``lower_bound`` are not supported.
 
-    Memory: beyond the inputs, float32 gates and a state per chunk while it runs; two (P, H, chunk_size) matrices stay
-    for the backward pass, which recomputes the rest.
+    Memory: besides the inputs, everything the backward pass would otherwise compute again stays for it: 2.3 KB per slot
+    and head at K = V = 128 in bfloat16 (2.6 GB for 65,536 rows of 16 heads; the inputs are 1 KB). Meant for layers
+    that are recomputed, where only one layer's share is alive at a time.
     """
     H, K = q_YHK.shape[1:]
     V = v_YHV.shape[-1]
@@ -209,7 +239,7 @@ def kda_triton(
             f"external_state_EHKV has shape {tuple(external_state_EHKV.shape)}, "
             f"needed {(sequences.num_external_states, H, K, V)}"
         )
-    o_THV, exported_EHKV, _, _ = _kda_forward(
+    o_THV, exported_EHKV, *_ = _kda_forward(
         q_YHK,
         k_YHK,
         v_YHV,
@@ -266,160 +296,55 @@ def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-@functools.cache
-def _scan_options(device: torch.device, itemsize: int) -> dict[str, int]:
-    """Warps and pipeline stages of the state scans: one choice per device and dtype, whatever the call's sizes."""
-    if device.type != "cuda":
-        return {"num_warps": 4, "num_stages": 1}
-    capability = torch.cuda.get_device_capability(device)
-    # Triton before 3.8 races in a tl.dot recurrence on Blackwell with more than two warps.
-    warps = 2 if capability[0] >= 10 else 4
-    # The reverse scan at K = 128 takes 168 KiB of shared memory with three stages and 116 KiB with two, as compiled for
-    # sm_90a; 227 KiB are there on 9.x and 10.x, 163 KiB on 8.0, 99 KiB elsewhere. float32 takes twice as much.
-    stages = 3 if capability[0] in (9, 10) else 2 if capability == (8, 0) else 1
-    return {"num_warps": warps, "num_stages": stages if itemsize == 2 else 1}
+_Item = TypeVar("_Item")
 
 
-class _Packed(NamedTuple):
-    """Packed inputs of the chunk kernels, with fla's leading batch dimension of 1."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    beta: Tensor
-    g: Tensor
-    """float32 cumulative log2 decay inside the chunk."""
-    q_row: tuple[Tensor, Tensor]
-    """Normalised q of the path rows and its reciprocal norm."""
-    k_row: tuple[Tensor, Tensor]
+def _recorded(items: Sequence[_Item], label: str, *, backward: bool = False) -> Iterator[_Item]:
+    """Yield ``items``, last first if ``backward``, each under a profiler label that names its index."""
+    for i in reversed(range(len(items))) if backward else range(len(items)):
+        with record_function(label.format(i)):
+            yield items[i]
 
 
-def _pack(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    f: Tensor,
-    b: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    t: _Index,
-    chunk_size: int,
-    lower_bound: float,
-) -> _Packed:
-    """Normalise path rows, gather them in packed order and build the gates; forward and backward run it alike."""
-    qn, q_rstd = fk.l2norm_fwd(q.contiguous())
-    kn, k_rstd = fk.l2norm_fwd(k.contiguous())
-    beta = fk.fused_beta_sigmoid_fwd(b.contiguous())
-    qp, kp, vp, fp, bp = (_gather(x, t) for x in (qn, kn, v, f, beta))
-    g = fk.kda_gate_chunk_cumsum(
-        g=fp[None],
-        A_log=A_log,
-        dt_bias=dt_bias.reshape(-1),
-        scale=fk.RCP_LN2,
-        chunk_size=chunk_size,
-        cu_seqlens=t.cu_seqlens_Q1,
-        chunk_indices=t.chunk_indices_C2,
-        lower_bound=lower_bound,
-    )
-    return _Packed(qp[None], kp[None], vp[None], bp[None], g, (qn, q_rstd), (kn, k_rstd))
-
-
-def _is_identity(t: _Index) -> bool:
-    # Every own row is packed at least once; as many packed as path rows leave no room for replay or external rows.
-    return t.packed_row_P.shape[0] == t.kept_T.shape[0] == t.copy_ptr_Y1.shape[0] - 1
-
-
-def _gather(rows: Tensor, t: _Index) -> Tensor:
-    return rows.contiguous() if _is_identity(t) else rows.index_select(0, t.packed_row_P)
-
-
-def _sum_copies(packed: Tensor, t: _Index, dtype: torch.dtype) -> Tensor:
-    """Gradient of :func:`_gather`: (P, ...) -> (Y, ...), float32 sums in packed order, cast to ``dtype``."""
-    if _is_identity(t):
-        return packed.to(dtype)
-    num_rows = t.copy_ptr_Y1.shape[0] - 1
-    rows = packed.new_empty((num_rows, *packed.shape[1:]), dtype=dtype)
-    width = rows[0].numel()
-    block = min(_FAN_BLOCK, triton.next_power_of_2(width))
-    fan_in_rows[(num_rows * triton.cdiv(width, block),)](
-        packed, rows, t.copy_ptr_Y1, t.copy_row_P, width, BD=block, num_warps=4
-    )
-    return rows
-
-
-_Launch = TypeVar("_Launch")
-
-
-def _recorded(rounds: Sequence[_Launch], name: str, *, backward: bool = False) -> Iterator[_Launch]:
-    """Yield each round's launch inside its profiler range; last to first for ``backward``."""
-    for r in reversed(range(len(rounds))) if backward else range(len(rounds)):
-        with record_function(name.format(r)):
-            yield rounds[r]
-
-
-def _scan_forward(
-    kg: Tensor, w: Tensor, u: Tensor, g: Tensor, pool: Tensor, t: _Index, chunk_size: int, *, first_time: bool
-) -> tuple[Tensor, Tensor]:
-    """State before every chunk and the corrected values.
-
-    The first time exports are written to ``pool``, round after round; later every initial state is there already, and
-    one launch covers all sequences.
-    """
-    H, K, V = kg.shape[2], kg.shape[3], u.shape[3]
-    num_chunks, num_sequences = t.chunk_indices_C2.shape[0], t.init_row_Q.shape[0]
-    h = kg.new_empty((1, num_chunks, H, K, V))
-    v_new = torch.empty_like(u)
-    launches = [(r.first_sequence, r.num_sequences) for r in t.rounds] if first_time else [(0, num_sequences)]
-    for first, count in _recorded(launches, "harts::round{}" if first_time else "harts::all_rounds"):
-        state_scan_forward[(count * H * triton.cdiv(V, SCAN_BLOCK_V),)](
-            kg,
-            w,
+def _scan_forward(s: _Saved, u: Tensor, pool: Tensor, t: _Index) -> None:
+    """Forward scan, round after round: fills ``v_new``, ``h`` and the exported rows of ``pool``."""
+    _, H, K, V = s.h.shape
+    options = launch("state_scan_forward", s.h, K=K, V=V)
+    for r in _recorded(t.rounds, "harts::round{}"):
+        state_scan_forward[(r.num_sequences * H * (V // options["BV"]),)](
+            s.kg,
+            s.w,
             u,
-            g,
-            v_new,
-            h,
+            s.g,
+            s.v_new,
+            s.h,
             pool,
             t.init_row_Q,
             t.export_row_B,
-            t.cu_seqlens_Q1,
             t.chunk_offset_Q1,
-            first,
+            r.first_sequence,
             H=H,
             K=K,
             V=V,
-            BT=chunk_size,
-            BV=SCAN_BLOCK_V,
-            STORE_EXPORTS=first_time,
-            **_scan_options(kg.device, kg.element_size()),
+            BT=s.Aqk.shape[2],
+            **options,
         )
-    return h, v_new
 
 
-def _scan_backward(
-    qg: Tensor,
-    kg: Tensor,
-    w: Tensor,
-    g: Tensor,
-    do: Tensor,
-    dv: Tensor,
-    dpool: Tensor,
-    t: _Index,
-    chunk_size: int,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _scan_backward(s: _Saved, do: Tensor, dv: Tensor, dpool: Tensor, t: _Index) -> tuple[Tensor, Tensor]:
     """Reverse scan, last round first; ``dpool`` holds the exports' gradients and collects those of initial states."""
-    H, K, V = kg.shape[2], kg.shape[3], do.shape[3]
+    _, H, K, V = s.h.shape
     size = H * K * V
+    options = launch("state_scan_backward", s.h, K=K, V=V)
     # Rounds run one after another, so one buffer of the largest round serves all.
     dinit = dpool.new_empty((max((r.num_starts for r in t.rounds), default=0), H, K, V))
-    dh = kg.new_empty((1, t.chunk_indices_C2.shape[0], H, K, V))
-    dv_new = torch.empty_like(dv)
+    dh, dv_new = torch.empty_like(s.h), torch.empty_like(dv)
     for r in _recorded(t.rounds, "harts::round{}_backward", backward=True):
-        state_scan_backward[(r.num_sequences * H * triton.cdiv(V, SCAN_BLOCK_V),)](
-            qg,
-            kg,
-            w,
-            g,
+        state_scan_backward[(r.num_sequences * H * (V // options["BV"]),)](
+            s.qg,
+            s.kg,
+            s.w,
+            s.g,
             do,
             dv,
             dv_new,
@@ -428,22 +353,53 @@ def _scan_backward(
             dinit,
             t.export_row_B,
             t.init_slot_Q,
-            t.cu_seqlens_Q1,
             t.chunk_offset_Q1,
             r.first_sequence,
-            scale,
             H=H,
             K=K,
             V=V,
-            BT=chunk_size,
-            BV=SCAN_BLOCK_V,
-            **_scan_options(kg.device, kg.element_size()),
+            BT=s.Aqk.shape[2],
+            **options,
         )
         if r.num_fans:
-            fan_in_states[(r.num_fans * triton.cdiv(size, _FAN_BLOCK),)](
+            fan_in_states[(r.num_fans * -(-size // _FAN_BLOCK),)](
                 dinit, dpool, t.fan_row_F, t.fan_ptr_F1, t.fan_slot_M, r.first_fan, S=size, BS=_FAN_BLOCK, num_warps=4
             )
     return dh, dv_new
+
+
+class _Saved(NamedTuple):
+    """What the backward pass keeps beside the inputs; rows are slots: S = C x chunk_size, in tiles [C, H, row, width]."""
+
+    w: Tensor
+    kg: Tensor
+    qg: Tensor
+    g: Tensor
+    """float32 cumulative log2 decay inside the chunk."""
+    v_new: Tensor
+    h: Tensor
+    """State in front of each chunk (C, H, K, V)."""
+    Aqk: Tensor
+    Akk: Tensor
+    row: Tensor
+    """float32 (3, S, H): beta, reciprocal norms of q and k."""
+
+
+def _new_saved(q: Tensor, v: Tensor, num_slots: int, chunk_size: int) -> _Saved:
+    (H, K), V = q.shape[1:], v.shape[-1]
+    S = num_slots
+    wide = q.new_empty((S, H, K), dtype=torch.float32)
+    return _Saved(
+        w=q.new_empty((S, H, K)),
+        kg=q.new_empty((S, H, K)),
+        qg=q.new_empty((S, H, K)),
+        g=wide,
+        v_new=q.new_empty((S, H, V)),
+        h=q.new_empty((S // chunk_size, H, K, V)),
+        Aqk=q.new_empty((S, H, chunk_size)),
+        Akk=q.new_empty((S, H, chunk_size)),
+        row=q.new_empty((3, S, H), dtype=torch.float32),
+    )
 
 
 @torch.library.custom_op(
@@ -451,44 +407,59 @@ def _scan_backward(
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor f, Tensor b, Tensor A_log, Tensor dt_bias, Tensor external, "
-        "Tensor[] tables, int chunk_size, float lower_bound) -> (Tensor, Tensor, Tensor, Tensor)"
+        "Tensor[] tables, int chunk_size, float lower_bound) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, "
+        "Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
 def _kda_forward(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lower_bound):
-    """Outputs, exported states, and the two in-chunk matrices the backward pass keeps."""
-    t = _unpack(tables)
+    """Outputs, exported states, and ``_Saved``."""
+    t = _unpack(tables, chunk_size)
     (H, K), V = q.shape[1:], v.shape[-1]
-    num_packed, num_external = t.packed_row_P.shape[0], external.shape[0]
+    num_slots, num_external = t.packed_row_S.shape[0], external.shape[0]
     pool = external.new_empty((num_external + t.num_exports, H, K, V))
     pool[:num_external] = external
-    if num_packed == 0:
-        empty = q.new_empty((1, 0, H, chunk_size))
-        return v.new_empty((0, H, V)), pool[num_external:].clone(), empty, empty.clone()
-    with _device_of(q):
-        x = _pack(q, k, v, f, b, A_log, dt_bias, t, chunk_size, lower_bound)
-        chunks = {"cu_seqlens": t.cu_seqlens_Q1, "chunk_indices": t.chunk_indices_C2, "chunk_size": chunk_size}
-        scale = K**-0.5
-        w, u, _, kg, Aqk, Akk = fk.chunk_kda_fwd_intra(
-            q=x.q, k=x.k, v=x.v, gk=x.g, beta=x.beta, scale=scale, safe_gate=True, **chunks
-        )
-        h, v_new = _scan_forward(kg, w, u, x.g, pool, t, chunk_size, first_time=True)
-        o = fk.chunk_gla_fwd_o_gk(q=x.q, v=v_new, g=x.g, A=Aqk, h=h, scale=scale, **chunks)[0]
-        if t.kept_T.shape[0] != num_packed:
-            o = o.index_select(0, t.kept_T)
+    o = v.new_empty((t.kept_T.shape[0], H, V))
+    s = _new_saved(q, v, num_slots, chunk_size)
+    if num_slots:
+        programs = num_slots // chunk_size * H
+        sizes = {"H": H, "K": K, "V": V, "BT": chunk_size}
+        with _device_of(q):
+            u = torch.empty_like(s.v_new)
+            chunk_forward[(programs,)](
+                *(x.contiguous() for x in (q, k, v, f, b, A_log, dt_bias)),
+                t.packed_row_S,
+                s.w,
+                u,
+                s.qg,
+                s.kg,
+                s.g,
+                s.Aqk,
+                s.Akk,
+                s.row,
+                lower_bound,
+                K**-0.5,
+                num_slots * H,
+                **sizes,
+                BC=BLOCK_ROWS,
+                **launch("chunk_forward", s.h, K=K, V=V),
+            )
+            _scan_forward(s, u, pool, t)
+            options = launch("chunk_output", s.h, K=K, V=V)
+            chunk_output[(programs * (V // options["BV"]),)](
+                s.qg, s.Aqk, s.v_new, s.h, o, t.own_row_S, **sizes, **options
+            )
     # A copy: the pool's external rows need not live as long as the exports.
-    return o, pool[num_external:].clone(), Aqk, Akk
+    return o, pool[num_external:].clone(), *s
 
 
 @_kda_forward.register_fake
 def _(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lower_bound):
     t = KDATables(*tables)
     H, K = q.shape[1:]
-    matrix = q.new_empty((1, t.packed_row_P.shape[0], H, chunk_size))
     return (
         v.new_empty((t.kept_T.shape[0], H, v.shape[-1])),
         external.new_empty((t.export_sequence_E.shape[0], H, K, v.shape[-1])),
-        matrix,
-        torch.empty_like(matrix),
+        *_new_saved(q, v, t.packed_row_S.shape[0], chunk_size),
     )
 
 
@@ -497,111 +468,148 @@ def _(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lower_bound):
     mutates_args=(),
     schema=(
         "(Tensor q, Tensor k, Tensor v, Tensor f, Tensor b, Tensor A_log, Tensor dt_bias, Tensor external, "
-        "Tensor exported, Tensor Aqk, Tensor Akk, Tensor? do, Tensor? dexported, Tensor[] tables, int chunk_size, "
+        "Tensor[] saved, Tensor? do, Tensor? dexported, Tensor[] tables, int chunk_size, "
         "float lower_bound) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)"
     ),
 )
-def _kda_backward(
-    q, k, v, f, b, A_log, dt_bias, external, exported, Aqk, Akk, do, dexported, tables, chunk_size, lower_bound
-):
+def _kda_backward(q, k, v, f, b, A_log, dt_bias, external, saved, do, dexported, tables, chunk_size, lower_bound):
     """Gradients of the eight differentiable inputs of ``kda_forward``."""
-    t = _unpack(tables)
-    K = q.shape[2]
-    num_packed, num_external = t.packed_row_P.shape[0], external.shape[0]
-    pool = torch.cat([external, exported])
-    dpool = torch.zeros_like(pool)
+    t, s = _unpack(tables, chunk_size), _Saved(*saved)
+    (H, K), V = q.shape[1:], v.shape[-1]
+    num_slots, num_external = t.packed_row_S.shape[0], external.shape[0]
+    dpool = external.new_zeros((num_external + t.num_exports, H, K, V))
     if dexported is not None:
         dpool[num_external:] = dexported
-    if num_packed == 0:
+    if not num_slots:
         zeros = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, f, b, A_log, dt_bias)]
         return (*zeros, dpool[:num_external])
+    sizes = {"H": H, "K": K, "V": V, "BT": chunk_size}
+    programs = num_slots // chunk_size * H
     with _device_of(q):
-        x = _pack(q, k, v, f, b, A_log, dt_bias, t, chunk_size, lower_bound)
-        chunks = {"cu_seqlens": t.cu_seqlens_Q1, "chunk_indices": t.chunk_indices_C2}
-        sized = {**chunks, "chunk_size": chunk_size}
-        scale = K**-0.5
-        dop = _pack_output_gradient(do, x.v, t)
-        w, u, qg, kg = fk.recompute_w_u_fwd(q=x.q, k=x.k, v=x.v, beta=x.beta, A=Akk, gk=x.g, **chunks)
-        h, v_new = _scan_forward(kg, w, u, x.g, pool, t, chunk_size, first_time=False)
-        del u
-        dAqk, dv = fk.chunk_kda_bwd_dAv(q=x.q, k=x.k, v=v_new, do=dop, A=Aqk, scale=scale, **sized)
-        dh, dv = _scan_backward(qg, kg, w, x.g, dop, dv, dpool, t, chunk_size, scale)
-        del w, qg, kg
-        dq, dk, dv, db, dg, dAkk = fk.chunk_kda_bwd_wy_dqkg_fused(
-            q=x.q,
-            k=x.k,
-            v=x.v,
-            v_new=v_new,
-            g=x.g,
-            beta=x.beta,
-            A=Akk,
-            h=h,
-            do=dop,
-            dh=dh,
-            dv=dv,
-            scale=scale,
-            **sized,
+        do_tile, dv = _output_gradient(do, s, t)
+        dh, dv = _scan_backward(s, do_tile, dv, dpool, t)
+        inputs = [x.contiguous() for x in (q, k, v, f, A_log, dt_bias)]
+        grads = [x.new_empty(x.shape) for x in (q, k, v, f, b)]
+        copies = [x.new_empty((t.num_copies, *x.shape[1:]), dtype=torch.float32) for x in grads]
+        part = s.row.new_empty((2, num_slots // chunk_size, H, K))
+        options = launch("chunk_backward_keys", s.h, K=K, V=V)
+        dA = [s.Akk.new_empty(s.Akk.shape, dtype=torch.float32 if options["WIDE"] else q.dtype) for _ in range(2)]
+        db_part = s.row.new_empty((1 + K // options["BK"], num_slots, H))
+        size = num_slots * H
+        chunk_backward_values[(programs,)](
+            inputs[1],
+            inputs[2],
+            t.packed_row_S,
+            t.copy_slot_S,
+            s.g,
+            s.row,
+            s.Akk,
+            s.h,
+            s.v_new,
+            do_tile,
+            dv,
+            grads[2],
+            copies[2],
+            *dA,
+            db_part,
+            size,
+            **sizes,
+            **launch("chunk_backward_values", s.h, K=K, V=V),
         )
-        del h, dh, v_new, dop
-        dq, dk, db, dg = fk.chunk_kda_bwd_intra(
-            q=x.q,
-            k=x.k,
-            g=x.g,
-            beta=x.beta,
-            dAqk=dAqk,
-            dAkk=dAkk,
-            dq=dq,
-            dk=dk,
-            db=db,
-            dg=dg,
-            safe_gate=True,
-            **sized,
+        dq, dk = torch.empty_like(s.g), torch.empty_like(s.g)
+        chunk_backward_keys[(programs * (K // options["BK"]),)](
+            *inputs[:2],
+            *inputs[3:],
+            t.packed_row_S,
+            t.copy_slot_S,
+            s.g,
+            s.row,
+            s.Akk,
+            s.h,
+            s.v_new,
+            do_tile,
+            dh,
+            dv,
+            *dA,
+            dq,
+            dk,
+            grads[3],
+            copies[3],
+            db_part,
+            part,
+            lower_bound,
+            K**-0.5,
+            size,
+            **sizes,
+            BC=BLOCK_ROWS,
+            **options,
         )
-        dg = fk.chunk_local_cumsum(dg, chunk_size=chunk_size, reverse=True, **chunks)
-        # Replay rows equal their ancestor row bit for bit, and the remaining steps are linear in the gradient for
-        # fixed inputs: the copies are summed first, in float32, and each path row is finished once.
-        dq, dk, dg, db = (_sum_copies(d[0], t, torch.float32) for d in (dq, dk, dg, db))
-        dv = _sum_copies(dv[0], t, v.dtype)
-        dq, dk = fk.l2norm_bwd(*x.q_row, dq), fk.l2norm_bwd(*x.k_row, dk)
-        df, dA_log, ddt_bias = fk.kda_gate_bwd(
-            g=f.contiguous(), A_log=A_log, dt_bias=dt_bias.reshape(-1), dyg=dg, lower_bound=lower_bound
+        options = launch("chunk_backward_norms", s.h, K=K, V=V)
+        chunk_backward_norms[(programs * (chunk_size // options["BS"]),)](
+            *inputs[:2],
+            t.packed_row_S,
+            t.copy_slot_S,
+            s.row,
+            dq,
+            dk,
+            db_part,
+            *(grads[i] for i in (0, 1, 4)),
+            *(copies[i] for i in (0, 1, 4)),
+            size,
+            H=H,
+            K=K,
+            BT=chunk_size,
+            ND=db_part.shape[0],
+            **options,
         )
-        db = fk.fused_beta_sigmoid_bwd(x=b.contiguous(), dy=db)
-    return dq, dk, dv, df, db, dA_log, ddt_bias.view_as(dt_bias), dpool[:num_external]
+        if num_shared := t.shared_row_D.shape[0]:
+            fan_in_copies[(num_shared * H,)](
+                *copies, *grads, t.shared_row_D, t.shared_ptr_D1, H=H, K=K, V=V, num_warps=1
+            )
+        ddt_bias, dA_log = part.sum(1)
+    return *grads, dA_log.sum(-1).to(A_log.dtype), ddt_bias.to(dt_bias.dtype), dpool[:num_external]
 
 
-def _pack_output_gradient(do: Tensor | None, v_packed: Tensor, t: _Index) -> Tensor:
+def _output_gradient(do: Tensor | None, s: _Saved, t: _Index) -> tuple[Tensor, Tensor]:
+    """``dO`` as tiles, and ``P^T dO``."""
     if do is None:
-        return torch.zeros_like(v_packed)
-    if t.kept_T.shape[0] == t.packed_row_P.shape[0]:
-        return do.contiguous()[None]
-    packed = torch.zeros_like(v_packed)
-    packed[0].index_copy_(0, t.kept_T, do)
-    return packed
+        return torch.zeros_like(s.v_new), torch.zeros_like(s.v_new)
+    do_tile, dv = torch.empty_like(s.v_new), torch.empty_like(s.v_new)
+    _, H, K, V = s.h.shape
+    BT = s.Aqk.shape[2]
+    options = launch("chunk_output_gradient", s.h, K=K, V=V)
+    chunk_output_gradient[(s.h.shape[0] * H * (V // options["BV"]),)](
+        do.contiguous(), s.Aqk, do_tile, dv, t.own_row_S, H=H, V=V, BT=BT, **options
+    )
+    return do_tile, dv
 
 
 @_kda_backward.register_fake
-def _(q, k, v, f, b, A_log, dt_bias, external, exported, Aqk, Akk, do, dexported, tables, chunk_size, lower_bound):
+def _(q, k, v, f, b, A_log, dt_bias, external, saved, do, dexported, tables, chunk_size, lower_bound):
     return tuple(x.new_empty(x.shape) for x in (q, k, v, f, b, A_log, dt_bias, external))
+
+
+_NUM_INPUTS = 8
 
 
 def _save(ctx, inputs, output):
     *tensors, tables, chunk_size, lower_bound = inputs
-    _, exported, Aqk, Akk = output
-    ctx.mark_non_differentiable(Aqk, Akk)
+    _, _, *saved = output
+    ctx.mark_non_differentiable(*saved)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, exported, Aqk, Akk, *tables)
-    ctx.num_tensors = len(tensors) + 3
+    ctx.save_for_backward(*tensors, *saved, *tables)
+    ctx.num_saved = len(saved)
     ctx.settings = (chunk_size, lower_bound)
 
 
 def _differentiate(ctx, do, dexported, *_):
-    saved = ctx.saved_tensors
-    tensors, tables = saved[: ctx.num_tensors], list(saved[ctx.num_tensors :])
+    tensors = ctx.saved_tensors
+    cut = _NUM_INPUTS + ctx.num_saved
+    inputs, saved, tables = tensors[:_NUM_INPUTS], list(tensors[_NUM_INPUTS:cut]), list(tensors[cut:])
     if do is None and dexported is None:
-        grads: tuple[Tensor | None, ...] = (None,) * (ctx.num_tensors - 3)
+        grads: tuple[Tensor | None, ...] = (None,) * _NUM_INPUTS
     else:
-        grads = _kda_backward(*tensors, do, dexported, tables, *ctx.settings)
+        grads = _kda_backward(*inputs, saved, do, dexported, tables, *ctx.settings)
     return (*grads, [None] * len(tables), None, None)
 
 

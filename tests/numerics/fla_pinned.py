@@ -1,14 +1,8 @@
-"""fla-core's chunk kernels with one fixed configuration each.
+"""fla-core's ``chunk_kda`` with one fixed configuration per kernel: the baseline of the KDA checks and benchmarks.
 
-HARTS needs a row's bits to depend on its trajectory only. fla's autotuners key on quantities that differ between a
-compact and an expanded run of the same trajectory (``l2norm`` on ceil(rows / 65536), ``recompute_w_u`` on IS_VARLEN)
-or re-tune on every process start, and two configurations of one kernel may round differently. So importing this
-module replaces the configuration list of every kernel the KDA path runs by a single entry. The entries are the ones
-that were checked against float64 and timed on an H200; fla issue 988 (Hopper miscompiles with 4 warps) is the reason
-why a configuration enters this table only after such a check.
-
-The change is process-wide: an ordinary ``fla.ops.kda.chunk_kda`` call in the same process runs the same
-configurations, which makes it a fair bit-level baseline.
+fla's autotuners time every configuration when a process starts, and two configurations of one kernel may round
+differently. So importing this module replaces the configuration list of every kernel ``chunk_kda`` runs by a single
+entry, the ones that were checked against float64 and timed on an H200 (fla issue 988: Hopper miscompiles some).
 """
 
 from __future__ import annotations
@@ -30,7 +24,7 @@ import fla.backends  # noqa: E402
 
 if fla.__version__ != REQUIRED_FLA_VERSION:
     raise ImportError(
-        f"fla-core {fla.__version__} is installed, the KDA kernels need exactly {REQUIRED_FLA_VERSION}: older ones let "
+        f"fla-core {fla.__version__} is installed, the baseline needs exactly {REQUIRED_FLA_VERSION}: older ones let "
         f"later tokens change earlier rows, newer ones are unchecked; pip install fla-core=={REQUIRED_FLA_VERSION}"
     )
 if not fla.backends._DISPATCH_DISABLED:
@@ -38,42 +32,16 @@ if not fla.backends._DISPATCH_DISABLED:
     raise ImportError(f"FLA_DISABLE_BACKEND_DISPATCH must be 1 before fla is imported ({when})")
 
 from fla.modules.norm import l2norm as _l2norm  # noqa: E402
-from fla.modules.norm.l2norm import l2norm_bwd, l2norm_fwd  # noqa: E402
 from fla.ops.common import chunk_delta_h as _delta_h  # noqa: E402
-from fla.ops.common.gate import fused_beta_sigmoid_bwd, fused_beta_sigmoid_fwd  # noqa: E402
 from fla.ops.gla import chunk as _gla  # noqa: E402
-from fla.ops.gla.chunk import chunk_gla_fwd_o_gk  # noqa: E402
 from fla.ops.kda import chunk_bwd as _chunk_bwd  # noqa: E402
 from fla.ops.kda import chunk_intra as _chunk_intra  # noqa: E402
+from fla.ops.kda import chunk_kda  # noqa: E402
 from fla.ops.kda import gate as _gate  # noqa: E402
 from fla.ops.kda import wy_fast as _wy_fast  # noqa: E402
-from fla.ops.kda.chunk_bwd import chunk_kda_bwd_dAv, chunk_kda_bwd_wy_dqkg_fused  # noqa: E402
-from fla.ops.kda.chunk_intra import chunk_kda_bwd_intra, chunk_kda_fwd_intra  # noqa: E402
-from fla.ops.kda.gate import kda_gate_bwd, kda_gate_chunk_cumsum  # noqa: E402
-from fla.ops.kda.wy_fast import recompute_w_u_fwd  # noqa: E402
-from fla.ops.utils import chunk_local_cumsum  # noqa: E402
 from fla.ops.utils import cumsum as _cumsum  # noqa: E402
-from fla.ops.utils.constant import RCP_LN2  # noqa: E402
 
-__all__ = [
-    "PINNED",
-    "RCP_LN2",
-    "REQUIRED_FLA_VERSION",
-    "chunk_gla_fwd_o_gk",
-    "chunk_kda_bwd_dAv",
-    "chunk_kda_bwd_intra",
-    "chunk_kda_bwd_wy_dqkg_fused",
-    "chunk_kda_fwd_intra",
-    "chunk_local_cumsum",
-    "fused_beta_sigmoid_bwd",
-    "fused_beta_sigmoid_fwd",
-    "kda_gate_bwd",
-    "kda_gate_chunk_cumsum",
-    "l2norm_bwd",
-    "l2norm_fwd",
-    "pin",
-    "recompute_w_u_fwd",
-]
+__all__ = ["PINNED", "REQUIRED_FLA_VERSION", "chunk_kda", "pin"]
 
 # kernel -> (module, meta-parameters, warps, pipeline stages)
 PINNED: dict[str, tuple[Any, dict[str, int], int, int]] = {
@@ -89,7 +57,6 @@ PINNED: dict[str, tuple[Any, dict[str, int], int, int]] = {
     "chunk_kda_bwd_kernel_wy_dqkg_fused": (_chunk_bwd, {"BK": 64, "BV": 64}, 4, 2),
     "chunk_kda_bwd_kernel_intra": (_chunk_intra, {}, 4, 2),
     "chunk_local_cumsum_vector_kernel": (_cumsum, {"BS": 32}, 4, 3),
-    # Not run by kda_triton; pinned for chunk_kda as a baseline.
     "chunk_gated_delta_rule_fwd_kernel_h_blockdim64": (_delta_h, {"BV": 32}, 4, 2),
     "chunk_gated_delta_rule_bwd_kernel_dhu_blockdim64": (_delta_h, {"BV": 32}, 4, 2),
 }
