@@ -11,6 +11,7 @@ sees no accelerator and no process group, and ends when the other end of the cha
 
 from __future__ import annotations
 
+import errno
 import io
 import mmap
 import os
@@ -182,12 +183,12 @@ def serve(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as channel:
         _send(channel, "ready")
         while True:
+            request: Any = None
             try:
                 request = _receive(channel)
+                answer: Any = make_plan(**request)
             except (ConnectionError, EOFError):
                 return
-            try:
-                answer: Any = make_plan(**request)
             except Exception as error:
                 error.add_note(f"In the planning process:\n{traceback.format_exc()}")
                 answer = _portable(error)
@@ -195,6 +196,9 @@ def serve(descriptor: int) -> None:
                 _send(channel, answer)
             except ConnectionError:
                 return
+            except OSError as error:
+                # No memory or descriptors left for the plan; its text is small.
+                _send(channel, _portable(error))
             # Else two steps and two plans are held while the next is planned.
             del request, answer
 
@@ -259,6 +263,9 @@ def _receive(channel: socket.socket) -> Any:
     packet, descriptors, *_ = socket.recv_fds(channel, _PACKET.size, 1)
     if not packet:
         raise EOFError
+    if not descriptors:
+        # The kernel drops what this process has no descriptor for; the packet is lost, the channel is not.
+        raise OSError(errno.EMFILE, "a step or plan was lost between planning and training: too many open files")
     with open(descriptors[0], "rb") as file:
         memory = mmap.mmap(file.fileno(), 0)
     memory.seek(*_PACKET.unpack(packet))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +52,27 @@ def check_target(target: str | None, option: str) -> None:
     """
     if target is None or target == "-":
         return
+    if not target:
+        raise ValueError(f"{option}: the name of the file is empty")
     if Path(target).is_dir():
         raise ValueError(f"{option}: '{target}' is a folder; name a file")
     if not Path(target).absolute().parent.is_dir():
         raise ValueError(f"{option}: the folder '{Path(target).parent}' does not exist")
+    if not os.access(target if Path(target).exists() else Path(target).absolute().parent, os.W_OK):
+        raise ValueError(f"{option}: no permission to write '{target}'")
+
+
+@contextlib.contextmanager
+def writing(target: str, option: str) -> Iterator[None]:
+    """Name option and file where a file cannot be written: a full disk says neither.
+
+    Raises:
+        ValueError: In place of the ``OSError``.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{option}: '{target}' cannot be written: {error.strerror or error}") from error
 
 
 def _plain(value: Any) -> Any:
@@ -75,7 +93,8 @@ def write_json(result: dict[str, Any], target: str | None) -> None:
     if target == "-":
         sys.stdout.write(text + "\n")
         return
-    Path(target).write_text(text + "\n")
+    with writing(target, "--json"):
+        Path(target).write_text(text + "\n")
 
 
 def table(title: str, rows: Sequence[tuple[str, Any]], *, to_stderr: bool = False) -> None:

@@ -18,9 +18,10 @@ from harts_titan.cli import common
 from harts_titan.cli.plan_figures import overall_figures, step_figures, summary
 from harts_titan.cli.plan_file import HEADER, step_arrays, write_plan_file
 from harts_titan.cli.plan_plot import Bars, write_plot
-from harts_titan.cli.plan_read import peak_bytes, read_step, resident_bytes
+from harts_titan.cli.plan_read import input_files, is_npz, peak_bytes, read_step, resident_bytes
 from harts_titan.models.train_specs import plan_cost
 from harts_titan.tree import MODES, PlanCost, StepPlan, plan_step
+from harts_titan.tree.cost import LARGEST
 from harts_titan.tree.lower_bound import lower_bound
 from harts_titan.tree.ortools_import import import_cp_model
 from harts_titan.tree.ortools_partition import OrtoolsResult, ortools_partition
@@ -179,6 +180,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     ):
         if value is not None and value < least:
             raise ValueError(f"{option} ({value}) must be at least {least}")
+        if value is not None and value > LARGEST:
+            raise ValueError(f"{option} ({value}) must be at most {LARGEST}")
     why = f"--planner {options.planner}" if options.planner != "harts" else "--mode expanded"
     possible = options.planner == "harts" and options.mode != "expanded"
     if options.windows == "on" and not possible:
@@ -237,20 +240,25 @@ def _cost(options: argparse.Namespace) -> PlanCost:
 
 def _check_files(options: argparse.Namespace) -> None:
     targets = {"--json": options.json, "--plot": options.plot, "--save": options.save}
-    taken = {Path(path).absolute(): "an INPUT" for path in options.input}
+    # Links followed: another name of an input must not overwrite it.
+    taken = {Path(file).resolve(): "an INPUT" for path in options.input for file in input_files(path)}
     for option, target in targets.items():
         common.check_target(target, option)
         if target is None or target == "-":
             continue
-        if Path(target).absolute() in taken:
-            raise ValueError(f"{option}: '{target}' is {taken[Path(target).absolute()]} as well; name another file")
-        taken[Path(target).absolute()] = f"the file of {option}"
+        file = Path(target).resolve()
+        if file in taken:
+            raise ValueError(f"{option}: '{target}' is {taken[file]} as well; name another file")
+        taken[file] = f"the file of {option}"
     if options.plot and not options.plot.endswith(".png"):
         raise ValueError(f"--plot: '{options.plot}' must end in .png")
     if options.save == "-":
         raise ValueError("--save writes a file; standard output is for --json")
-    if options.overlong != "error" and any(path.endswith(".npz") for path in options.input):
-        raise ValueError("--overlong applies to rollout files; an .npz must fit --capacity as it is")
+    if any(map(is_npz, options.input)):
+        if options.overlong != "error":
+            raise ValueError("--overlong applies to rollout files; an .npz must fit --capacity as it is")
+        if options.scheme is not None:
+            raise ValueError("--scheme applies to rollout files; an .npz holds the trajectories themselves")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -278,7 +286,8 @@ def main(argv: Sequence[str]) -> int:
         "memory_before_read_bytes": memory_before,
     }
     if options.save:
-        write_plan_file(options.save, saved, settings={name: total[name] for name in HEADER}, cost=settings.cost)
+        with common.writing(options.save, "--save"):
+            write_plan_file(options.save, saved, settings={name: total[name] for name in HEADER}, cost=settings.cost)
     common.write_json(total | {"steps": steps}, options.json)
     title = f"harts-plan: {len(steps)} step(s), {settings.planner}, D={settings.dp_degree}, T={settings.capacity:,}"
     common.table(title, summary(total, len(steps)), to_stderr=options.json == "-")
@@ -298,7 +307,10 @@ def _one_step(
         limit=options.limit or 0,
     )
     ready = time.perf_counter()
-    plan, baseline = settings.plan(tokens, offsets)
+    try:
+        plan, baseline = settings.plan(tokens, offsets)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     done = time.perf_counter()
     if settings.validate:
         plan.validate(tokens, offsets)
@@ -313,7 +325,8 @@ def _one_step(
     if baseline is not None:
         figures["ortools"] = {name: value for name, value in vars(baseline).items() if name != "placement"}
     if picture:
-        plot(picture, plan, tokens, offsets, name=path)
+        with common.writing(picture, "--plot"):
+            plot(picture, plan, tokens, offsets, name=path)
     return figures, plan
 
 

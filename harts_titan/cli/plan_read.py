@@ -15,6 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from harts_titan.data import apply_overlong, read_rollouts
+from harts_titan.data.files import resolve_files
 
 _PIECE = 1 << 20
 """Entries read at once: what reading needs besides the array itself."""
@@ -40,7 +41,7 @@ def read_step(
     Raises:
         ValueError: Naming the file and the field.
     """
-    if path.endswith(".npz"):
+    if is_npz(path):
         tokens, offsets = read_npz(path, limit=limit)
         length_N = np.diff(offsets)
         if length_N.max() > capacity:
@@ -51,7 +52,7 @@ def read_step(
             )
     else:
         batch = read_rollouts(path, scheme=scheme, limit=limit)
-        batch, _ = apply_overlong(batch, capacity, overlong)
+        batch, _ = apply_overlong(batch, capacity, overlong, capacity_name="--capacity", policy_name="--overlong")
         tokens, offsets = batch.tokens, batch.offsets
     if len(offsets) - 1 < dp_degree:
         raise ValueError(
@@ -59,6 +60,24 @@ def read_step(
             "more trajectories into the step"
         )
     return tokens, offsets
+
+
+def is_npz(path: str) -> bool:
+    """Return whether an input holds token arrays rather than rollouts."""
+    return path.lower().endswith(".npz")
+
+
+def input_files(path: str) -> list[str]:
+    """Return the files that an input stands for: one, or those of a folder or pattern.
+
+    Raises:
+        ValueError: If it is not there.
+    """
+    if not is_npz(path):
+        return resolve_files(path)
+    if not Path(path).is_file():
+        raise ValueError(f"{path}: {'is a folder, no .npz file' if Path(path).is_dir() else 'no such file'}")
+    return [path]
 
 
 def read_npz(path: str, *, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -76,8 +95,7 @@ def read_npz(path: str, *, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:
     Raises:
         ValueError: Naming the file and the field.
     """
-    if not Path(path).is_file():
-        raise ValueError(f"{path}: no such file")
+    input_files(path)
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name.removesuffix(".npy") for name in archive.namelist()]

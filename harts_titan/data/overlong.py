@@ -30,7 +30,14 @@ class OverlongCounts:
     """Of those, tokens the loss mask would have trained."""
 
 
-def apply_overlong(batch: RolloutBatch, capacity: int, policy: str) -> tuple[RolloutBatch, OverlongCounts]:
+def apply_overlong(
+    batch: RolloutBatch,
+    capacity: int,
+    policy: str,
+    *,
+    capacity_name: str = "tree.max_tokens",
+    policy_name: str = "data.overlong",
+) -> tuple[RolloutBatch, OverlongCounts]:
     """Refuse, drop or cut the trajectories that cannot fit into a microbatch.
 
     A trajectory is indivisible (HARTS 3.2), so one longer than the capacity can never be placed. A cut trajectory keeps
@@ -38,8 +45,10 @@ def apply_overlong(batch: RolloutBatch, capacity: int, policy: str) -> tuple[Rol
 
     Args:
         batch: trajectories.
-        capacity: largest length allowed, in tokens (``tree.max_tokens``).
-        policy: "error", "drop" or "truncate" (``data.overlong``).
+        capacity: largest length allowed, in tokens.
+        policy: "error", "drop" or "truncate".
+        capacity_name: setting that gives ``capacity``, for messages.
+        policy_name: setting that gives ``policy``.
 
     Returns:
         The batch (the same object if everything fits) with its ``num_dropped`` / ``num_truncated`` raised, and what was
@@ -50,25 +59,25 @@ def apply_overlong(batch: RolloutBatch, capacity: int, policy: str) -> tuple[Rol
             leave nothing.
     """
     if policy not in POLICIES:
-        raise ValueError(f"data.overlong must be one of {', '.join(POLICIES)}, got {policy!r}")
+        raise ValueError(f"{policy_name} must be one of {', '.join(POLICIES)}, got {policy!r}")
     if capacity < 2:
-        raise ValueError(f"tree.max_tokens must be at least 2 tokens, got {capacity}")
+        raise ValueError(f"{capacity_name} must be at least 2 tokens, got {capacity}")
     lengths = batch.lengths
     long_N = lengths > capacity
     num_long = int(np.count_nonzero(long_N))
     if not num_long:
         return batch, OverlongCounts()
     if policy == "error":
-        problems = Problems(f"rollouts longer than tree.max_tokens ({capacity})")
-        change = 'raise tree.max_tokens or set data.overlong = "drop" or "truncate"'
+        problems = Problems(f"rollouts longer than {capacity_name} ({capacity})")
+        change = f'raise {capacity_name} or set {policy_name} to "drop" or "truncate"'
         for row in np.flatnonzero(long_N).tolist():
             problems.add(batch.location[row], batch.episode_id[row], "tokens", f"{lengths[row]} tokens; {change}")
         problems.raise_if_any()
     if policy == "drop":
         if num_long == batch.num_trajectories:
             raise ValueError(
-                f"data.overlong = 'drop' would leave nothing: all {num_long} trajectories are longer than "
-                f"tree.max_tokens ({capacity}; shortest {lengths.min()} tokens)"
+                f"{policy_name} = 'drop' would leave nothing: all {num_long} trajectories are longer than "
+                f"{capacity_name} ({capacity}; shortest {lengths.min()} tokens)"
             )
         kept = batch.select(np.flatnonzero(~long_N))
         kept = dataclasses.replace(kept, num_dropped=batch.num_dropped + num_long)
@@ -81,7 +90,8 @@ def apply_overlong(batch: RolloutBatch, capacity: int, policy: str) -> tuple[Rol
         kept = dataclasses.replace(kept, num_truncated=batch.num_truncated + num_long)
         lost = OverlongCounts(truncated=num_long, **_lost(batch, kept))
     logger.warning(
-        "data.overlong = %s: %d of %d trajectories exceed %d tokens (longest %d); %d tokens lost, %d of them trained",
+        "%s = %s: %d of %d trajectories exceed %d tokens (longest %d); %d tokens lost, %d of them trained",
+        policy_name,
         policy,
         num_long,
         batch.num_trajectories,

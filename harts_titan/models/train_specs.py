@@ -109,6 +109,7 @@ def plan_cost(
     Raises:
         ValueError: If the model or its size is unknown, it has not said what its rows cost, or a degree is below 1.
     """
+    _check_plan_cost(name)
     return _cost_of_args(
         name,
         args_of_flavor(name, flavor),
@@ -181,14 +182,18 @@ def _cost_of_args(
             f"tensor_parallel_degree ({tensor_parallel_degree}), chunk_size ({chunk_size}) and element_bytes "
             f"({element_bytes}) must be at least 1"
         )
+    _check_plan_cost(name)
+    cost = _PLAN_COSTS[name](args, chunk_size=chunk_size, recompute=recompute, element_bytes=element_bytes)
+    source = f"{name} {size}: operations at chunk size {chunk_size}, {'with' if recompute else 'no'} recomputation"
+    return replace(cost, row_alignment=8 * tensor_parallel_degree, source=source)
+
+
+def _check_plan_cost(name: str) -> None:
     if name not in _PLAN_COSTS:
         raise ValueError(
             f"model.name = '{name}' has not said what its rows cost (register_plan_cost); those that have: "
             f"{list(_PLAN_COSTS)}"
         )
-    cost = _PLAN_COSTS[name](args, chunk_size=chunk_size, recompute=recompute, element_bytes=element_bytes)
-    source = f"{name} {size}: operations at chunk size {chunk_size}, {'with' if recompute else 'no'} recomputation"
-    return replace(cost, row_alignment=8 * tensor_parallel_degree, source=source)
 
 
 def build_dataloader(dp_world_size: int, dp_rank: int, tokenizer: Any, job_config: Any) -> RolloutLoader:

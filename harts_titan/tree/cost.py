@@ -10,6 +10,10 @@ from typing import Any
 import numpy as np
 
 _FORMAT = "harts_titan plan cost 1"
+LARGEST = 2**48
+"""Largest coefficient and alignment. What a step costs is checked as well: ``Work.phi``."""
+LARGEST_BYTES = 2**40
+"""Largest size of a shared row or a handed state."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,19 @@ class PlanCost:
     source: str = "rows"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.source, str):
+            raise ValueError(f"PlanCost.source is {self.source!r}; must be a text")
         for name, value in vars(self).items():
             if name == "source":
                 continue
-            if not isinstance(value, (int, np.integer)) or value < (name == "row_alignment"):
+            whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+            if not whole or value < (name == "row_alignment"):
                 raise ValueError(f"PlanCost.{name} is {value!r}; must be a non-negative integer (row_alignment >= 1)")
+            limit = LARGEST_BYTES if name.endswith("_bytes") else LARGEST
+            if value > limit:
+                raise ValueError(f"PlanCost.{name} is {value}; must be at most {limit}, so that sums fit into int64")
+        if not (self.forward_row or self.forward_pair or self.backward_row or self.backward_pair):
+            raise ValueError("PlanCost: neither rows nor pairs cost anything, so plans cannot be compared")
 
     def align(self, rows: np.ndarray) -> np.ndarray:
         """Round rows up to the alignment."""
@@ -103,4 +115,7 @@ class PlanCost:
         names = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or set(values) != names:
             raise ValueError(f"cost file '{path}': 'cost' must have exactly {sorted(names)}")
-        return cls(**values)
+        try:
+            return cls(**values)
+        except ValueError as error:
+            raise ValueError(f"cost file '{path}': {error}") from error

@@ -235,10 +235,18 @@ class StepPlan:
         Raises:
             ValueError: If the file is no plan of this format.
         """
-        content = torch.load(path, weights_only=True)
-        if not isinstance(content, dict) or content.get("header", {}).get("format") != _FORMAT:
-            raise ValueError(f"{path} is no step plan of format {_FORMAT}")
-        return _unflatten(content["header"], content["flat"])
+        try:
+            content = dict(torch.load(path, weights_only=True))
+            header, flat = content["header"], content["flat"]
+            found = header["format"]
+        except OSError:
+            raise
+        # A file of another kind fails in many ways; torch's own text is about how to load it unsafely.
+        except Exception as error:
+            raise ValueError(f"{path} is no step plan of format {_FORMAT} ({type(error).__name__})") from error
+        if found != _FORMAT:
+            raise ValueError(f"{path} is a step plan of format {found!r}; this version reads format {_FORMAT}")
+        return _unflatten(header, flat)
 
     @classmethod
     def broadcast(cls, plan: StepPlan | None, src: int = 0, group: dist.ProcessGroup | None = None) -> StepPlan:

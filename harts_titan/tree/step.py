@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from harts_titan.tree.call_layout import CallLayout
-from harts_titan.tree.cost import PlanCost
+from harts_titan.tree.cost import LARGEST, PlanCost
 from harts_titan.tree.events import stage_events
 from harts_titan.tree.handover import hand_over
 from harts_titan.tree.items import WorkItem, expanded_item, plan_items
@@ -347,6 +347,8 @@ def _check_mode(
         raise ValueError(f"mode is {mode!r}; must be one of {MODES}")
     if chunk_size < 1 or num_taps < 1:
         raise ValueError(f"chunk_size ({chunk_size}) and num_taps ({num_taps}) must be at least 1")
+    if max(chunk_size, capacity) > LARGEST:
+        raise ValueError(f"chunk_size ({chunk_size}) and capacity ({capacity}) must be at most {LARGEST}")
     if mode != "expanded" and (reverse or call_capacity is not None):
         raise ValueError(f"call_capacity and reverse apply to mode 'expanded' only; mode is {mode!r}")
     call_capacity = capacity if call_capacity is None else call_capacity

@@ -104,9 +104,30 @@ class Work:
         )
 
     def phi(self, cost: PlanCost) -> int:
-        """Return the synchronised cost of the step: the slowest replica of every computation (HARTS Eq. 2)."""
+        """Return the synchronised cost of the step: the slowest replica of every computation (HARTS Eq. 2).
+
+        Raises:
+            ValueError: If the costs of all items together do not fit into int64.
+        """
+        self._check_range(cost)
         parts = (*self.consumer_costs(cost), *self.producer_costs(cost))
         return sum(int(part.max(axis=1).sum()) for part in parts)
+
+    def _check_range(self, cost: PlanCost) -> None:
+        rows = float(self.decoder_tokens(cost))
+        attended = float(self.attended_JD.sum() + self.producer_attended_WD.sum())
+        recomputed = float(self.recomputed_JD.sum() + self.producer_recomputed_WD.sum())
+        total = (
+            (cost.forward_row + cost.backward_row) * rows
+            + cost.forward_pair * attended
+            + cost.backward_pair * recomputed
+            + (cost.head_forward_row + cost.head_backward_row) * float(self.compact_tokens)
+        )
+        if total >= 2**63:
+            raise ValueError(
+                f"the step costs {total:.3g} with the coefficients from '{cost.source}', more than int64 holds "
+                f"({2.0**63:.3g}); divide all of them by the same number: only their ratios matter"
+            )
 
     def imbalance(self, cost: PlanCost) -> float:
         """Return the largest replica total over the mean, less one."""

@@ -424,6 +424,16 @@ def test_memory_figures():
         (["--max-live-producers", "0"], ("--max-live-producers (0)",)),
         (["--limit", "0"], ("--limit (0)",)),
         (["--overlong", "drop"], ("--overlong", ".npz")),
+        (["--scheme", "step"], ("--scheme", ".npz")),
+        (["--capacity", str(2**63)], (f"--capacity ({2**63})", "at most")),
+        (["--chunk-size", str(2**63)], (f"--chunk-size ({2**63})", "at most")),
+        (["--model", "llama3"], ("llama3", "ling")),
+        (["absent.npz"], ("absent.npz",)),
+        (["absent.parquet"], ("absent.parquet",)),
+        (["--json", ""], ("--json", "empty")),
+        (["--json", "/dev/full"], ("--json: '/dev/full' cannot be written", "No space")),
+        (["--save", "/dev/full"], ("--save: '/dev/full' cannot be written", "No space")),
+        (["--save", "{tmp}/../{tmp.name}/step.npz"], ("--save", "INPUT")),
         (["--mode", "expanded", "--save", "{tmp}/plan.npz"], ("--save", "--mode expanded")),
         (["--save", "-"], ("--save",)),
         (["--save", "{tmp}"], ("--save", "folder")),
@@ -438,6 +448,35 @@ def test_option_refusals(tmp_path, step, capsys, arguments, needles):
     message = refusal(capsys, step, *(argument.format(tmp=tmp_path) for argument in arguments))
     assert all(needle in message for needle in needles), message
     assert not list(tmp_path.glob("plan*"))
+
+
+def test_a_link_does_not_overwrite_an_input(tmp_path, step, capsys):
+    before = step.read_bytes()
+    (tmp_path / "link").symlink_to(step)
+    assert "INPUT" in refusal(capsys, step, *SMALL, "--save", tmp_path / "link")
+    (tmp_path / "folder").mkdir()
+    inside = tmp_path / "folder" / "rollouts.jsonl"
+    inside.write_text(json.dumps({"tokens": [1, 2], "loss_mask": [0, 1]}))
+    assert "INPUT" in refusal(capsys, tmp_path / "folder", "--json", inside)
+    assert step.read_bytes() == before
+
+
+def test_messages_name_the_input_and_the_options(tmp_path, step, capsys):
+    # Nine trajectories of a full microbatch each: no multiple of two.
+    odd = write_npz(tmp_path / "odd.npz", [[i] * 64 for i in range(9)])
+    message = refusal(capsys, step, odd, "--dp", 2, *SMALL)
+    assert "odd.npz: no partition of 9 trajectories" in message
+    assert "is a folder" in refusal(capsys, (tmp_path / "folder.npz").mkdir() or tmp_path / "folder.npz")
+    rows = [{"tokens": list(range(n)), "loss_mask": [0] + [1] * (n - 1)} for n in (3, 90)]
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    message = refusal(capsys, path, *SMALL)
+    assert "--capacity (64)" in message and "tree." not in message
+    assert figures(tmp_path, path, *SMALL, "--overlong", "drop")["trajectories"] == 1
+
+
+def test_suffix_of_any_case(tmp_path, step):
+    assert figures(tmp_path, step.rename(tmp_path / "STEP.NPZ"), *SMALL)["slots"] > 0
 
 
 # The baseline.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -264,6 +265,33 @@ def test_descriptors_are_closed(planner):
     for _ in range(5):
         planner.submit(*step(), capacity=100, chunk_size=8).result(TIMEOUT)
     assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+def test_without_descriptors_a_step_is_refused():
+    planner = StepPlanner()
+    try:
+        planner.submit(*step(), capacity=100, chunk_size=8).result(TIMEOUT)
+        before = resource.prlimit(planner.pid, resource.RLIMIT_NOFILE)
+        # Nothing can be received.
+        resource.prlimit(planner.pid, resource.RLIMIT_NOFILE, (0, before[1]))
+        pending = planner.submit(*step(), capacity=100, chunk_size=8)
+        time.sleep(0.5)
+        resource.prlimit(planner.pid, resource.RLIMIT_NOFILE, before)
+        with pytest.raises((OSError, PlanningError), match=r"oo many open files|planning process"):
+            pending.result(TIMEOUT)
+    finally:
+        planner.close()
+
+
+def test_a_message_without_its_descriptor_is_an_error():
+    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with here, there:
+        here.send(planning._PACKET.pack(0))
+        with pytest.raises(OSError, match="too many open files"):
+            planning._receive(there)
+        # The channel still works.
+        planning._send(here, "next")
+        assert planning._receive(there) == "next"
 
 
 class Odd(Exception):

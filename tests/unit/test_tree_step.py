@@ -191,9 +191,25 @@ def test_save_and_load(tmp_path, mode):
     assert same(plan, loaded)
     loaded.validate(*flat(sequences))
     assert same(plan, plan.to("cpu"))
-    torch.save({"header": {"format": 0}}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="no step plan of format"):
-        StepPlan.load(tmp_path / "other.pt")
+
+
+def test_files_that_are_no_plan_are_refused(tmp_path):
+    path = tmp_path / "other.pt"
+    plan_and_validate([[1, 2], [1, 3]], capacity=8, chunk_size=4).save(path)
+    whole = path.read_bytes()
+    torch.save({"header": {"format": 0}, "flat": torch.zeros(0)}, path)
+    with pytest.raises(ValueError, match=r"other.pt is a step plan of format 0; this version reads format \d"):
+        StepPlan.load(path)
+    others = [b"", b"text", whole[:200], whole[: len(whole) // 2]]
+    for content in ({"header": None}, {"header": {}}, [1], torch.zeros(3), {"model": 1}):
+        torch.save(content, path)
+        others.append(path.read_bytes())
+    for content in others:
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"other.pt is no step plan of format"):
+            StepPlan.load(path)
+    with pytest.raises(FileNotFoundError):
+        StepPlan.load(tmp_path / "absent.pt")
 
 
 def test_deterministic():
@@ -213,6 +229,8 @@ def test_deterministic():
         ([[1]], {"mode": "tree"}, "mode is 'tree'"),
         ([[1]], {"chunk_size": 0}, "chunk_size"),
         ([[1]], {"num_taps": 0}, "num_taps"),
+        ([[1]], {"chunk_size": 2**63}, "chunk_size .* must be at most"),
+        ([[1]], {"capacity": 2**63}, "capacity .* must be at most"),
         ([[1]], {"reverse": True}, "mode 'expanded' only"),
         ([[1]], {"call_capacity": 0, "mode": "expanded"}, "call_capacity is 0"),
     ],
