@@ -168,7 +168,6 @@ _UNUSED = {
     "training.dataset": "data.path",
     "training.dataset_path": "data.path",
     "training.seq_len": "tree.max_tokens",
-    "compile.enable": "nothing: kernels are compiled individually",
     "validation.enable": "harts-logprobs on a held-out file",
     "fault_tolerance.enable": "nothing: not supported",
     "model.converters": "nothing: quantised training is not supported",
@@ -219,6 +218,10 @@ def validate(config: Any) -> None:
         got = getattr(getattr(config, section), name)
         if got != default:
             raise ValueError(f"{path} = {got!r} is not used by harts_titan; remove it and use {instead}")
+    if config.compile.enable and config.compile.components != ["model"]:
+        raise ValueError(
+            f'compile.components is {config.compile.components}; only the layers of the model are compiled: ["model"]'
+        )
     parallel = config.parallelism
     for name in (
         "tensor_parallel_degree",

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 RESHARD_POLICIES = ("default", "always", "never")
 
@@ -43,7 +43,8 @@ def shard_model(
         mesh: Data-parallel mesh; one rank is legal.
         param_dtype: Dtype parameters are gathered and computed in.
         reduce_dtype: Dtype gradients are added in.
-        wide_modules: Module types inside the layers whose own parameters are gathered in their own dtype.
+        wide_modules: Module types inside the layers whose own parameters are gathered in their own dtype; their method
+            ``gathered``, if they have it, is a forward method too.
         reshard_after_forward: "default" and "always" free gathered layers after forward, "never" keeps them; the head
             is freed only by "always".
 
@@ -67,6 +68,7 @@ def shard_model(
         for module in layer.modules():
             if isinstance(module, wide_modules) and _needs_own_group(module, param_dtype):
                 fully_shard(module, mesh=mesh, mp_policy=wide_policy, reshard_after_forward=reshard)
+                register_fsdp_forward_method(module, "gathered")
         fully_shard(layer, reshard_after_forward=reshard, **shared)
     head = [module for module in (_child(model, "norm"), _child(model, "output")) if module is not None]
     if head:

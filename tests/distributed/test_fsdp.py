@@ -100,6 +100,7 @@ def job(**changes) -> SimpleNamespace:
     return SimpleNamespace(
         training=SimpleNamespace(**training),
         activation_checkpoint=SimpleNamespace(mode="full"),
+        compile=SimpleNamespace(enable=False),
         parallelism=SimpleNamespace(fsdp_reshard_after_forward="default"),
     )
 

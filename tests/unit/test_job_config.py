@@ -71,7 +71,6 @@ UNUSED = {
     "training.dataset": "c4",
     "training.dataset_path": "folder",
     "training.seq_len": 17,
-    "compile.enable": True,
     "validation.enable": True,
     "fault_tolerance.enable": True,
     "model.converters": ["float8"],
@@ -104,6 +103,13 @@ def test_settings_that_would_do_nothing_are_refused(config, path):
 def test_other_kinds_of_parallelism_are_refused(config, name):
     with pytest.raises(ValueError, match=rf"parallelism.{name} = 2 is not supported yet; only data parallelism"):
         validate(changed(config, f"parallelism.{name}", 2))
+
+
+def test_only_the_model_is_compiled(config):
+    compiled = changed(config, "compile.enable", True)
+    with pytest.raises(ValueError, match=r"compile.components is \['model', 'loss'\]; only the layers"):
+        validate(compiled)
+    validate(changed(compiled, "compile.components", ["model"]))
 
 
 def test_what_is_in_range_passes(config):

@@ -65,9 +65,7 @@ class TransformerBlock(nn.Module):
         else:
             self.feed_forward = FeedForward(args.dim, args.inter_dim)
 
-    def forward(
-        self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], run: LayerRun
-    ) -> _Rows:
+    def forward(self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], run: LayerRun) -> _Rows:
         """Run the layer.
 
         Args:
@@ -215,6 +213,12 @@ class Ling(ModelProtocol):
     def expert_biases(self) -> list[Tensor]:
         """Selection biases of the MoE layers, in the order of ``LingOutput.router``; update them in place."""
         return [layer.moe.router.expert_bias for layer in self._blocks() if layer.moe_enabled]
+
+    def layer_kinds(self) -> set[tuple[Any, ...]]:
+        """What makes layers differ in more than their weights: mixer, experts, clamps."""
+        args = self.model_args
+        indices = [int(name) for name in self.layers]
+        return {(args.is_mla(i), args.is_moe(i), args.is_moe(i) and args.swiglu_limits(i)) for i in indices}
 
     def _blocks(self) -> list[TransformerBlock]:
         return cast("list[TransformerBlock]", list(self.layers.values()))

@@ -1,4 +1,4 @@
-"""Apply recomputation and data parallelism to Ling, in that order."""
+"""Apply recomputation, compilation and data parallelism to Ling, in that order."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torchtitan.tools.utils import device_type
 
 from harts_titan.models.ling.attention import KDACore
 from harts_titan.models.ling.model import Ling
+from harts_titan.parallel.compiling import compile_layers
 from harts_titan.parallel.fsdp import shard_model, single_rank_mesh
 
 logger = logging.getLogger(__name__)
@@ -55,6 +56,10 @@ def parallelize_ling(model: nn.Module, parallel_dims: ParallelDims, job_config: 
         raise ValueError(f"activation_checkpoint.mode is {mode!r}; choose 'none' or 'full'")
     # Inside the model and not a wrapper: parameter names stay, and the plan is never saved as an activation.
     model.recompute_layers = mode == "full"
+    if job_config.compile.enable:
+        compile_layers(
+            dict(model.layers.items()), num_kinds=len(model.layer_kinds()), backend=job_config.compile.backend
+        )
 
     training = job_config.training
     param_dtype = getattr(torch, training.mixed_precision_param)
