@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from flash_attn.cute import tile_scheduler, utils
+from flash_attn.cute import block_sparse_utils, flash_bwd_sm90, tile_scheduler, utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
@@ -53,6 +54,60 @@ def one_word(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
 
 
 @cute.jit
+def lean_loads(
+    tensors, batch, head, n_block, state_q, state_do, pipeline_q, pipeline_do, load_k, load_v, load_q, load_do,
+    load_lse, load_dpsum, bytes_k, bytes_v, Q_stage_eq_dO_stage: cutlass.Constexpr,
+    q_subtile_factor: cutlass.Constexpr, m_block_max,
+):  # fmt: skip
+    """The backward kernel's loads when a list entry is one tile of queries: no division, no bound."""
+    count, index, full_count, full_index, *_ = tensors
+    loaded = False
+    for i in cutlass.range(count[batch, head, n_block], unroll=1):
+        state_q, state_do = block_sparse_utils._load_q_do_block_sm90(
+            index[batch, head, n_block, i], state_q, state_do, pipeline_q, pipeline_do, load_k, load_v, load_q,
+            load_do, load_lse, load_dpsum, bytes_k, bytes_v, Q_stage_eq_dO_stage, load_kv=not loaded,
+        )  # fmt: skip
+        loaded = True
+    for i in cutlass.range(full_count[batch, head, n_block], unroll=1):
+        state_q, state_do = block_sparse_utils._load_q_do_block_sm90(
+            full_index[batch, head, n_block, i], state_q, state_do, pipeline_q, pipeline_do, load_k, load_v, load_q,
+            load_do, load_lse, load_dpsum, bytes_k, bytes_v, Q_stage_eq_dO_stage, load_kv=not loaded,
+        )  # fmt: skip
+        loaded = True
+    return state_q, state_do
+
+
+@cute.jit
+def lean_products(
+    tensors, batch_idx, head_idx, n_block, state_q, state_do, mma_one_m_block_fn, mask, mask_mod,
+    is_causal: cutlass.Constexpr, is_local: cutlass.Constexpr, thr_mma_SdP, score_mod_fn=None,
+    score_mod_bwd_fn=None, q_subtile_factor: cutlass.Constexpr = 1, m_block_max=0, aux_data=None,
+    fastdiv_mods=(None, None),
+):  # fmt: skip
+    """The backward kernel's products likewise; full tiles, which are complete, are not masked at all."""
+    count, index, full_count, *_ = tensors
+    masked = partial(
+        mask.apply_mask, batch_idx=batch_idx, head_idx=head_idx, n_block=n_block, thr_mma=thr_mma_SdP,
+        mask_seqlen=True, mask_causal=is_causal, mask_local=is_local, mask_mod=mask_mod, aux_data=aux_data,
+        fastdiv_mods=fastdiv_mods,
+    )  # fmt: skip
+    accumulate = False
+    for i in cutlass.range(count[batch_idx, head_idx, n_block], unroll=1):
+        state_q, state_do = mma_one_m_block_fn(
+            index[batch_idx, head_idx, n_block, i], state_q, state_do, mask_fn=masked, score_mod_fn=score_mod_fn,
+            score_mod_bwd_fn=score_mod_bwd_fn, dKV_accumulate=accumulate,
+        )  # fmt: skip
+        accumulate = True
+    for i in cutlass.range(full_count[batch_idx, head_idx, n_block], unroll=1):
+        state_q, state_do = mma_one_m_block_fn(
+            i, state_q, state_do, mask_fn=None, score_mod_fn=score_mod_fn, score_mod_bwd_fn=score_mod_bwd_fn,
+            dKV_accumulate=accumulate,
+        )  # fmt: skip
+        accumulate = True
+    return state_q, state_do
+
+
+@cute.jit
 def depth_first(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
     """Rows in depth-first order, no external rows: one load per key."""
     tout = aux_tensors[0]
@@ -68,6 +123,8 @@ class Variant(NamedTuple):
     aux: Callable[[TreeMask], list[Tensor]]
     heaviest_first: bool = False
     """Forward programs from the last block of queries, which has most keys, to the first."""
+    lean: bool = False
+    """Backward loops without divisions and bounds; lists of single tiles of 64 queries."""
     forward: tuple[int, int] = (128, 128)
     backward: tuple[int, int] = (128, 96)
 
@@ -81,6 +138,7 @@ VARIANTS = {
     "distance": Variant(distance, lambda m: [m.tin_Y, m.tout_Y - m.tin_Y]),
     "one_word": Variant(one_word, _word),
     "heaviest_first": Variant(two_arrays, lambda m: [m.tin_Y, m.tout_Y], heaviest_first=True, backward=(64, 96)),
+    "lean": Variant(distance, lambda m: [m.tin_Y, m.tout_Y - m.tin_Y], lean=True, backward=(64, 96)),
 }
 
 
@@ -101,6 +159,23 @@ def reversed_blocks(wanted: bool) -> Iterator[None]:
         yield
     finally:
         cls.get_current_work = original
+
+
+@contextlib.contextmanager
+def lean_loops(wanted: bool) -> Iterator[None]:
+    """Backward kernels compiled inside run the lean loops."""
+    names = {
+        "produce_block_sparse_q_loads_bwd_sm90": lean_loads,
+        "consume_block_sparse_mma_bwd_sm90": lean_products,
+    }
+    originals = {name: getattr(flash_bwd_sm90, name) for name in names}
+    try:
+        for name, function in names.items() if wanted else ():
+            setattr(flash_bwd_sm90, name, function)
+        yield
+    finally:
+        for name, function in originals.items():
+            setattr(flash_bwd_sm90, name, function)
 
 
 class Measured:
@@ -132,18 +207,19 @@ class Measured:
         return out, lse
 
     def backward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> list[Tensor]:
-        grads = _flash_attn_bwd(
-            q[None],
-            k[None],
-            v[None],
-            out,
-            dout[None],
-            lse,
-            self.scale,
-            mask_mod=self.variant.mask_mod,
-            aux_tensors=self.aux,
-            block_sparse_tensors=self.by_key,
-        )
+        with lean_loops(self.variant.lean):
+            grads = _flash_attn_bwd(
+                q[None],
+                k[None],
+                v[None],
+                out,
+                dout[None],
+                lse,
+                self.scale,
+                mask_mod=self.variant.mask_mod,
+                aux_tensors=self.aux,
+                block_sparse_tensors=self.by_key,
+            )
         return [g[0] for g in grads[:3]]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
