@@ -130,7 +130,7 @@ def test_search_keeps_capacity_and_accounts_exactly(seed, whole):
     consumers = np.full(2, partition.num_groups // 2)
     cell, label = partition.group_N % 2, partition.group_N // 2
     before = [set_cost(m, m.size, step.length_N, step.minimum_LN, 0.1) for m in members(cell, 2)]
-    moves = Moves(3000, whole=whole, weight=4.0, complete_weight=0.1, seed=seed)
+    moves = Moves(3000, whole=whole, weight=4.0, last_weight=4.0, complete_weight=0.1, seed=seed)
     cost = search_cells(cell, label, consumers, step.length_N, step.minimum_LN, float(capacity), 0.1, moves)
     expected = [
         sum(1 + 0.1 * len(row) for row in set().union(*(prefixes(paths[x]) for x in m))) for m in members(cell, 2)
