@@ -28,15 +28,15 @@ def alone(length: int) -> TreeMask:
     return TreeMask.build(tin=range(length), tout=[length] * length, **segments)
 
 
-def same_bits(mask: TreeMask, layout, setting: checks.Setting) -> None:
-    """Outputs and gradients of q of every trajectory, against its run alone; and a second run."""
+def same_bits(mask: TreeMask, layout, setting: checks.Setting, every: int = 1) -> None:
+    """Outputs and gradients of q of trajectories, against their runs alone; and a second run."""
     x = checks.attention_inputs(mask, setting, seed=3)
     o = tree_attention_triton(*x, mask, SCALE)
     do = torch.randn(o.shape, generator=torch.Generator().manual_seed(2)).to(o.dtype)
     grads = torch.autograd.grad(o, x, do)
     again = torch.autograd.grad(tree_attention_triton(*x, mask, SCALE), x, do)
     assert all(torch.equal(a, b) for a, b in zip(grads, again)), "gradients differ between two runs"
-    for rows in map(torch.from_numpy, checks.trajectories_of(layout)):
+    for rows in map(torch.from_numpy, checks.trajectories_of(layout)[::every]):
         single = [t.detach()[rows].requires_grad_() for t in x]
         o_alone = tree_attention_triton(*single, alone(len(rows)), SCALE)
         assert torch.equal(o_alone, o[rows]), "a trajectory alone gives other outputs"
@@ -46,7 +46,7 @@ def same_bits(mask: TreeMask, layout, setting: checks.Setting) -> None:
 
 def trees() -> dict[str, object]:
     result: dict[str, object] = {}
-    for name, setting, count in (("float16", HALF, 9), ("float32", SINGLE, 7)):
+    for name, setting, count in (("float16", HALF, 7), ("float32", SINGLE, 6)):
         layout = checks.layout_of(checks.random_segments(np.random.default_rng(count), 16, count), 16)
         with checks.filled_allocations():
             result[name] = checks.check_attention(tree_mask(layout, "cpu"), setting, tree_attention_triton)
@@ -55,14 +55,14 @@ def trees() -> dict[str, object]:
 
 
 def forks_at_every_offset() -> dict[str, object]:
-    """A trunk of 36 rows with a branch of two rows after each; tiles have 16."""
+    """A trunk of 20 rows with a branch of two rows after each; tiles have 16."""
     segments, trunk = [(-1, 1)], 0
-    for _ in range(35):
+    for _ in range(19):
         segments += [(trunk, 2), (trunk, 1)]
         trunk = len(segments) - 1
     layout = checks.layout_of(segments, 16)
     checks.check_attention(tree_mask(layout, "cpu"), SINGLE, tree_attention_triton)
-    same_bits(tree_mask(layout, "cpu"), layout, SINGLE)
+    same_bits(tree_mask(layout, "cpu"), layout, SINGLE, every=3)
     return {}
 
 
