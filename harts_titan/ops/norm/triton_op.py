@@ -12,6 +12,7 @@ import triton
 from torch import Tensor
 
 from harts_titan.ops.norm.kernels import norm_backward, norm_forward
+from harts_titan.ops.row_sums import row_sums
 
 FORWARD = {"TILE": 4096, "num_warps": 4}
 BACKWARD = {"TILE": 2048, "STEPS": 32, "num_warps": 4}
@@ -69,7 +70,7 @@ def launch_backward(
     eps: float,
     config: dict[str, int],
 ) -> Tensor:
-    """Fill contiguous ``dx`` and ``dgate`` and return the float32 gradient of the scale; ``config`` as ``BACKWARD``."""
+    """Fill contiguous ``dx`` and ``dgate`` and return the gradient of the scale; ``config`` as ``BACKWARD``."""
     N, D = x.shape
     options = _blocks(config, D)
     BT = options["BR"] * config["STEPS"]
@@ -94,7 +95,7 @@ def launch_backward(
             BT=BT,
             **options,
         )
-    return dw.sum(0)
+    return row_sums(dw[:, None], weight.dtype)[:, 0]
 
 
 @torch.library.custom_op(
@@ -121,7 +122,7 @@ def _norm_backward(x, gate, weight, dy, eps):
     dx, dgate, dw = _gradients_like(x, gate, weight)
     if x.numel() == 0:
         return dx, dgate, dw.zero_()
-    total = launch_backward(
+    dw = launch_backward(
         _rows(x),
         None if gate is None else _rows(gate),
         weight.contiguous(),
@@ -131,7 +132,7 @@ def _norm_backward(x, gate, weight, dy, eps):
         eps,
         BACKWARD,
     )
-    return dx, dgate, total.to(weight.dtype)
+    return dx, dgate, dw
 
 
 @_norm_backward.register_fake

@@ -13,6 +13,7 @@ import torch
 import triton
 from torch import Tensor
 
+from harts_titan.ops.row_sums import row_sums
 from harts_titan.ops.short_conv.kernels import conv_backward, conv_backward_join, conv_forward
 from harts_titan.ops.short_conv.taps import GROUP_ROWS, KERNEL_TAPS, ChainTables, chain_tables
 
@@ -90,7 +91,7 @@ def launch_forward(x: Tensor, weight: Tensor, tables: ChainTables, y: Tensor, co
 def launch_backward(
     x: Tensor, weight: Tensor, tables: ChainTables, dy: Tensor, dx: Tensor, config: dict[str, int]
 ) -> Tensor:
-    """Fill ``dx`` and return the float32 weight gradient (D, W); ``config`` as ``BACKWARD``."""
+    """Fill ``dx`` and return the weight gradient (D, W); ``config`` as ``BACKWARD``."""
     (T, D), W = dy.shape, weight.shape[1]
     options = _fit(config, D)
     num_blocks = triton.cdiv(T, options["BT"])
@@ -121,7 +122,7 @@ def launch_backward(
             conv_backward_join[(num_joined * triton.cdiv(D, BD),)](
                 slots, tables.join_row_J, tables.join_ptr_J1, dx, D, BD=BD, num_warps=4
             )
-    return dw.sum(0).t()
+    return row_sums(dw, weight.dtype)
 
 
 def _fit(config: dict[str, int], num_channels: int) -> dict[str, int]:
@@ -156,8 +157,7 @@ def _conv_backward(x, weight, tap, dy, tables):
     if dy.numel() == 0:
         return dx.zero_(), torch.zeros_like(weight, memory_format=torch.contiguous_format)
     table = ChainTables(*tables) if tables else chain_tables(tap, x.shape[0])
-    dw = launch_backward(_rows_in_place(x), weight.contiguous(), table, dy.contiguous(), dx, BACKWARD)
-    return dx, dw.to(weight.dtype, memory_format=torch.contiguous_format)
+    return dx, launch_backward(_rows_in_place(x), weight.contiguous(), table, dy.contiguous(), dx, BACKWARD)
 
 
 @_conv_backward.register_fake

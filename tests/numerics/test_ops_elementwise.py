@@ -1,0 +1,114 @@
+"""Norms, gates, rotary embedding and convolution: references, kernels under the interpreter, kernels on a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from harts_titan.ops.activation import head_gate, swiglu
+from harts_titan.ops.norm import gated_rms_norm, rms_norm
+from harts_titan.ops.rope import rope_keys_values, rope_queries
+from harts_titan.ops.short_conv import ConvTaps, tree_short_conv
+from harts_titan.ops.short_conv.taps import chain_tables
+from tests.numerics.elementwise_checks import TREES, Numerics, parents, taps_of
+
+ROOT = Path(__file__).parents[2]
+CASES = ("conv", "conv_chain_ends", "norm_and_gates", "rotary", "well_formed", "compiled_without_breaks")
+gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
+
+
+def on_gpu(test):
+    for mark in gpu:
+        test = mark(test)
+    return test
+
+
+def test_interpreted(tmp_path):
+    pytest.importorskip("triton", reason="needs triton (pip install triton)")
+    pytest.importorskip("fla", reason="the interpreter's work-arounds patch fla-core")
+    path = tmp_path / "report.json"
+    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.numerics.interpreted_elementwise", str(path)]
+    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report = json.loads(path.read_text())
+    errors = [f"{case}: {result['error']}" for case, result in report.items() if "error" in result]
+    assert not errors, "\n".join(errors)
+    assert set(report) == set(CASES)
+
+
+def test_packed_order_repeats_rows_and_adds_their_gradients():
+    parent = parents("agent", 40)
+    tap = torch.from_numpy(taps_of(parent))
+    packed = np.concatenate([np.arange(20), np.arange(11, 40)])
+    taps = ConvTaps(tap, 40)
+    x, w = torch.randn(40, 3, dtype=torch.float64, requires_grad=True), torch.randn(3, 4, dtype=torch.float64)
+    y, replayed = tree_short_conv(x, w, taps), tree_short_conv(x, w, taps.packed(packed))
+    assert torch.equal(replayed, y[torch.from_numpy(packed)])
+    weight = torch.randn_like(replayed)
+    (ours,) = torch.autograd.grad((replayed * weight).sum(), x)
+    (theirs,) = torch.autograd.grad((y[torch.from_numpy(packed)] * weight).sum(), x)
+    torch.testing.assert_close(ours, theirs)
+    with pytest.raises(ValueError, match="rows of a producer"):
+        taps.packed(packed, num_external_rows=1)
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_every_gradient_sum_has_one_place(kind):
+    """Rows of dx and slots are written once each, and each joined row owns the slots of its chains."""
+    rows = 300
+    tap = taps_of(parents(kind, rows))
+    tables = chain_tables(tap, rows)
+    target, slots = tables.target_T4.numpy(), tables.slot_S.shape[0]
+    head = (tables.kind_T.numpy() & 1).astype(bool)
+    sums = np.concatenate([target[:, 3], target[head, :3].reshape(-1)])
+    sums = sums[sums != -1]
+    assert np.unique(sums).size == sums.size
+    direct, stored = sums[sums >= 0], -2 - sums[sums < -1]
+    assert sorted(stored) == list(range(slots)) and int(tables.join_ptr_J1[-1]) == slots
+    assert sorted([*direct, *tables.join_row_J.tolist()]) == list(range(rows))
+
+
+def test_table_errors():
+    with pytest.raises(ValueError, match="1 to 4 taps"):
+        chain_tables(np.zeros((1, 5), dtype=np.int64), 1)
+    with pytest.raises(ValueError, match="taps must lie in"):
+        chain_tables(np.array([[-1, 3]]), 3)
+
+
+def test_wrong_shapes():
+    x = torch.zeros(3, 2, 4)
+    angles = torch.zeros(3, 2)
+    calls = {
+        "weight": lambda: rms_norm(x, torch.ones(3), 1e-6),
+        "gate has shape": lambda: gated_rms_norm(x, x[:, :1], torch.ones(4), 1e-6),
+        "gate and up": lambda: swiglu(x, x[:2]),
+        r"gate \(T, H\)": lambda: head_gate(x, torch.zeros(3, 3)),
+        "angles": lambda: rope_queries(x, torch.zeros(3, 3), torch.zeros(3, 3)),
+        "nope_dim": lambda: rope_keys_values(x, torch.zeros(3, 4), angles, angles, nope_dim=4),
+    }
+    for message, call in calls.items():
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_on_a_gpu(dtype):
+    torch.manual_seed(0)
+    numerics = Numerics("cuda", dtype)
+    for kind in TREES:
+        numerics.conv(kind, 3001, 520)
+    for width in (1536, 256, 512, 20):
+        numerics.rms_norm(1237, width)
+    for limit in (0.0, 0.75):
+        numerics.swiglu(1237, 77, limit)
+    numerics.gated_rms_norm(1237, 3, 128)
+    numerics.head_gate(1237, 16, 128)
+    numerics.rope(1237, 16, 128, 64, 128)
+    numerics.no_rows()
