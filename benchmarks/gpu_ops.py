@@ -1,7 +1,7 @@
 """Check and time the CUDA backends of ``harts_titan.ops`` in one run; writes ``gpu_ops.json`` to a folder.
 
     python benchmarks/gpu_ops.py OUT                      # one Hopper GPU, a few minutes with kernel compilation
-    python benchmarks/gpu_ops.py OUT --sections kda_bits,kda_timing
+    python benchmarks/gpu_ops.py OUT --sections short_conv,compiled
     TRITON_INTERPRET=1 python benchmarks/gpu_ops.py OUT --dry-run        # every line that needs no GPU, tiny sizes
 
 A section that fails is recorded with its traceback, the others still run, and the exit code is 1. Nothing is timed in
@@ -137,36 +137,6 @@ def describe(layouts: dict[str, CallLayout]) -> Report:
 # ---- KDA
 
 
-def kda_numerics() -> Report:
-    """Outputs, exports and every gradient against float64; bits of outputs and states against fla on whole paths."""
-    report: Report = {}
-    handed_in = checks.handed_in(C, DEVICE)
-    for decay in ("slow",) if DRY else checks.DECAYS:
-        report[f"handed_in_{decay}"] = checks.check_kda(handed_in, SETTING, decay=decay)
-        if DRY:
-            break
-        layout = checks.layout_of(checks.random_segments(np.random.default_rng(7), C, 9), C)
-        report[f"tree_{decay}"] = checks.check_kda(
-            packed_sequences(layout, DEVICE), SETTING, decay=decay, trajectories=checks.trajectories_of(layout)
-        )
-    lengths = [1, 2] if DRY else [*range(1, 131)]
-    bounds = np.cumsum([0, *lengths])
-    sequences = PackedSequences.build(
-        chunk_size=C,
-        cu_seqlens=bounds.tolist(),
-        packed_row=list(range(bounds[-1])),
-        kept=list(range(bounds[-1])),
-        init_state=[-1] * len(lengths),
-        round_ptr=[0, len(lengths)],
-        num_path_rows=int(bounds[-1]),
-        device=DEVICE,
-    )
-    report["every_length"] = checks.check_kda(sequences, SETTING, decay="slow")
-    report["prefix"] = checks.check_kda_prefix(SETTING, length=C + 5 if DRY else 3 * C + 5, cuts=[1, C - 1, C + 1])
-    report["one_token_sequences"] = one_token_sequences(3 if DRY else 5000)
-    return report
-
-
 def compiled() -> Report:
     """Convolution, KDA and attention in one ``torch.compile`` graph, two plans: same values, one graph."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager" if DRY else "inductor")
@@ -208,127 +178,6 @@ def compiled() -> Report:
         assert max(errors) < 4 * torch.finfo(DTYPE).eps, errors
     assert graphs[0] == graphs[-1], graphs
     return {"graphs": graphs, "errors": errors}
-
-
-def one_token_sequences(count: int) -> Report:
-    """More programs than a y or z grid dimension holds; the closed form is ``q.k beta v`` times the scale."""
-    sequences = PackedSequences.build(
-        chunk_size=C,
-        cu_seqlens=list(range(count + 1)),
-        packed_row=list(range(count)),
-        kept=list(range(count)),
-        init_state=[-1] * count,
-        round_ptr=[0, count],
-        num_path_rows=count,
-        device=DEVICE,
-    )
-    x = checks.kda_inputs(count, SETTING, "medium", seed=5)
-    o, _ = kda_triton(*x[:7], sequences)
-    grads = torch.autograd.grad(o.float().square().sum(), x[:3])
-    exact_x = [t.detach().double().requires_grad_() for t in x]
-    q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in exact_x[:2])
-    weight = (q * k).sum(-1) * torch.sigmoid(exact_x[4]) * SETTING.key_dim**-0.5
-    exact = weight[..., None] * exact_x[2]
-    exact_grads = torch.autograd.grad(exact.square().sum(), exact_x[:3])
-    errors = [checks.relative(a, b) for a, b in zip((o, *grads), (exact, *exact_grads))]
-    assert max(errors) < 2 * torch.finfo(DTYPE).eps, errors
-    return {"sequences": count, "programs": count * SETTING.num_heads * (SETTING.value_dim // 32), "errors": errors}
-
-
-def kda_bits() -> Report:
-    """Forward bits: compact against expanded (this project's kernels) and against fla per trajectory."""
-    report: Report = {}
-    forests = [checks.random_segments(np.random.default_rng(s), C, 4 if DRY else 12) for s in range(1 if DRY else 4)]
-    big, _ = big_tree()
-    for name, segments in [*((f"random_{i}", s) for i, s in enumerate(forests)), ("agent_tree", big)]:
-        compact, expanded = (checks.layout_of(segments, C, mode) for mode in ("compact", "expanded"))
-        x = [t.detach() for t in checks.kda_inputs(compact.num_rows, SETTING, "slow", seed=11)]
-        o, _ = kda_triton(*x[:7], packed_sequences(compact, DEVICE))
-        again, _ = kda_triton(*x[:7], packed_sequences(compact, DEVICE))
-        rows = compact.row_of_position_S.to(DEVICE)
-        # Expanded rows hold the same tokens: both layouts map positions of the same trajectories in one order.
-        source = torch.empty(expanded.num_rows, dtype=torch.long)
-        order = torch.argsort(expanded.source_position_S)
-        source[expanded.row_of_position_S[order]] = compact.row_of_position_S[torch.argsort(compact.source_position_S)]
-        source = source.to(DEVICE)
-        alone, _ = kda_triton(*(t[source] for t in x[:5]), *x[5:7], packed_sequences(expanded, DEVICE))
-        theirs, _ = checks.fla_expanded(x, [(t, -1) for t in checks.trajectories_of(compact)], SETTING)
-        report[name] = {
-            "rows": compact.num_rows,
-            "positions": compact.num_positions,
-            "rounds": compact.num_rounds,
-            "repeat": torch.equal(o, again),
-            "expanded": torch.equal(o[source], alone),
-            "fla": torch.equal(o[rows], theirs),
-        }
-        assert all(report[name][key] for key in ("repeat", "expanded", "fla")), report
-    return report
-
-
-def kda_timing() -> Report:
-    """One KDA core layer on one tree: compact, node-wise, expanded, and fla's own packed call on the expanded rows."""
-    _, layouts = big_tree()
-    compact = layouts["compact"]
-    report: Report = {"tree": describe(layouts)}
-    inputs = checks.kda_inputs(compact.num_rows, SETTING, "slow", seed=0)[:7]
-    sequences = {mode: packed_sequences(layout, DEVICE) for mode, layout in layouts.items()}
-    for packed in sequences.values():
-        prepare_tables(packed)
-
-    def source_of(mode: str) -> Tensor:
-        layout = layouts[mode]
-        source = torch.empty(layout.num_rows, dtype=torch.long)
-        order = torch.argsort(layout.source_position_S)
-        mine = compact.row_of_position_S[torch.argsort(compact.source_position_S)]
-        source[layout.row_of_position_S[order]] = mine
-        return source.to(DEVICE)
-
-    outputs = {}
-    for mode in layouts:
-        source = source_of(mode)
-        x = [(t.detach()[source] if i < 5 else t.detach()).requires_grad_() for i, t in enumerate(inputs)]
-        do = torch.randn_like(x[2])
-        run = functools.partial(kda_outputs, packed=sequences[mode])
-        with torch.no_grad():
-            outputs[mode] = run(*x)
-        first, second = (torch.autograd.grad(run(*x), x, do) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(first, second)), f"gradients of {mode} differ between two runs"
-        del first, second
-        report[mode] = timed_pair(run, x, do)
-        if mode == "nodewise":
-            report[mode]["relative_to_compact"] = checks.relative(outputs[mode], outputs["compact"][source])
-        if mode == "expanded":
-            report["fla_expanded"] = timed_pair(
-                functools.partial(fla_packed, cu_seqlens=sequences[mode].cu_seqlens_Q1), x, do
-            )
-        del x, do
-    for name in ("nodewise", "expanded", "fla_expanded"):
-        report[f"{name}_over_compact"] = ratios(report[name], report["compact"])
-    return report
-
-
-def kda_outputs(*x: Tensor, packed: PackedSequences) -> Tensor:
-    return kda_triton(*x, packed)[0]
-
-
-def fla_packed(*x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    from tests.numerics.fla_pinned import chunk_kda
-
-    q, k, v, f, b, A_log, dt_bias = x
-    return chunk_kda(
-        *(t[None] for t in (q, k, v)),
-        g=f[None],
-        beta=b[None],
-        A_log=A_log,
-        dt_bias=dt_bias.reshape(-1),
-        use_qk_l2norm_in_kernel=True,
-        use_gate_in_kernel=True,
-        use_beta_sigmoid_in_kernel=True,
-        safe_gate=True,
-        lower_bound=SETTING.lower_bound,
-        cu_seqlens=cu_seqlens,
-        chunk_size=C,
-    )[0][0]
 
 
 def ratios(slow: Report, fast: Report) -> Report:
@@ -493,11 +342,8 @@ def with_rate(report: Report, pairs: float) -> Report:
 
 
 SECTIONS: dict[str, Callable[[], Report]] = {
-    "kda_numerics": kda_numerics,
-    "kda_bits": kda_bits,
     "short_conv": short_conv,
     "attention_numerics": attention_numerics,
-    "kda_timing": kda_timing,
     "attention_timing": attention_timing,
     "compiled": compiled,
 }

@@ -1,0 +1,50 @@
+"""KDA's kernels on a GPU in bfloat16: bounds of sizes, lengths and decays, and repeatability."""
+
+import numpy as np
+import pytest
+import torch
+
+from harts_titan.models.common.tree_inputs import packed_sequences
+from tests.numerics import kernel_checks as checks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SETTING = checks.Setting(
+    "cuda", torch.bfloat16, num_heads=4, key_dim=128, value_dim=128, chunk_size=64, exact_backend="reference"
+)
+
+
+@pytest.fixture
+def kda_checks():
+    pytest.importorskip("triton", reason="needs triton (pip install triton)")
+    from tests.numerics import kda_checks
+
+    return kda_checks
+
+
+def test_thousands_of_one_token_sequences(kda_checks):
+    kda_checks.check_one_token_sequences(5000, SETTING)
+
+
+@pytest.mark.parametrize("decay", ["slow", "strong"])
+def test_every_length(kda_checks, decay):
+    pytest.importorskip("fla", reason="needs fla-core==0.6.0 (pip install 'harts_titan[gpu]')")
+    sequences = kda_checks.sequences_of(list(range(1, 131)), SETTING)
+    with checks.filled_allocations():
+        checks.check_kda(sequences, SETTING, decay=decay)
+
+
+def test_offsets_past_two_to_the_31(kda_checks):
+    setting = checks.Setting("cuda", torch.bfloat16, num_heads=16, key_dim=128, value_dim=128)
+    if torch.cuda.mem_get_info()[0] < 130 << 30:
+        pytest.skip("needs 130 GiB of free device memory")
+    kda_checks.check_tail(2**31 // (16 * 128) + 327, 300, setting)
+
+
+@pytest.mark.parametrize("decay", checks.DECAYS)
+def test_repeats_bit_for_bit(kda_checks, decay):
+    layout = checks.layout_of(checks.random_segments(np.random.default_rng(3), 64, 20), 64)
+    kda_checks.check_repeat(packed_sequences(layout, "cuda"), SETTING, decay)
