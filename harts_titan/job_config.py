@@ -110,7 +110,7 @@ class Ops:
     """auto | reference | triton"""
 
     attention: str = OpsBackends.attention
-    """auto | dense | path | flex | fa4"""
+    """auto | dense | path | flex | triton | fa4; triton is deterministic, each trajectory as in its run alone"""
 
     grouped_mm: str = OpsBackends.grouped_mm
     """auto | grouped_mm | loop"""
