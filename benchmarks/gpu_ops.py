@@ -279,7 +279,8 @@ def attention_timing() -> Report:
         begin = time.perf_counter()
         built = prepare_attention_tables(mask, ATTENTION.key_dim)
         seconds = time.perf_counter() - begin
-        partial, full = int(built.forward[0].sum()), int(built.forward[2].sum())
+        forward, _ = built.views(mask)
+        partial, full = int(forward[0].sum()), int(forward[2].sum())
         waste = (partial + full) * 128 * 128 / tree["pairs_compact"] - 1
         return {"partial": partial, "full": full, "tile_waste": waste, "seconds": seconds}
 

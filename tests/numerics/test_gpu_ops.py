@@ -53,7 +53,7 @@ def test_short_conv(seed):
 
 
 @pytest.mark.parametrize("order", ["sequence", "depth_first", "attached"])
-@pytest.mark.parametrize("backend", ["fa4", "flex", "path"])
+@pytest.mark.parametrize("backend", ["fa4", "triton", "flex", "path"])
 def test_attention(backend, order):
     if backend == "fa4":
         pytest.importorskip("flash_attn.cute", reason="needs flash-attn-4 (pip install 'harts_titan[gpu]')")
