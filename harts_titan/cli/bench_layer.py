@@ -217,6 +217,7 @@ def main(argv: Sequence[str]) -> int:
             torch.cuda.empty_cache()
     result = {
         "command": "layer",
+        "arguments": bench_options.arguments(argv),
         "config": options.config,
         "model": {"name": config.model.name, "flavor": config.model.flavor},
         "compute_dtype": config.training.mixed_precision_param,

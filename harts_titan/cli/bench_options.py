@@ -81,6 +81,19 @@ def read_repeats(options: argparse.Namespace, modes: Sequence[str]) -> dict[str,
     return {mode: repeats.get(mode, 5 if default is None else default) for mode in modes}
 
 
+def arguments(argv: Sequence[str]) -> list[str]:
+    """Return a command line without where its result goes: what repeats a measurement."""
+    kept, skip = [], False
+    for argument in argv:
+        if skip or argument.startswith("--json="):
+            skip = False
+        elif argument == "--json":
+            skip = True
+        else:
+            kept.append(argument)
+    return kept
+
+
 def environment(device: torch.device, name: str) -> dict[str, Any]:
     """Return device and versions, as JSON."""
     versions = {}

@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
         if not options.no_breakdown:
             engine.config.tree.mode = mode
             one["breakdown"] = breakdown(lambda: engine.update(workload.batch), engine.device)
-    result = report(options, config, engine, workload) | {"ceilings": ceilings, "modes": figures}
+    result = report(argv, options, engine, workload) | {"ceilings": ceilings, "modes": figures}
     medians = {mode: one["seconds_median"] for mode, one in figures.items()}
     executed = {mode: count.executed for mode, count in flops.items() if count is not None}
     result["ratios"] = bench_options.ratios(medians, executed)
@@ -149,11 +149,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(
-    options: argparse.Namespace, config: Any, engine: Engine, workload: bench_workload.Workload
+    argv: Sequence[str], options: argparse.Namespace, engine: Engine, workload: bench_workload.Workload
 ) -> dict[str, Any]:
     """Return what identifies a measurement, as JSON."""
+    config = engine.config
     return {
         "command": "update",
+        "arguments": bench_options.arguments(argv),
         "config": options.config,
         "model": {"name": config.model.name, "flavor": config.model.flavor, "layers": len(engine.model.layers)},
         "training_dtype": config.training.dtype,

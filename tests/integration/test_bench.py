@@ -18,8 +18,9 @@ ROWS, TOKENS = int((LENGTH - LCP).sum()), int(LENGTH.sum())
 MODES = "expanded,nodewise,depthwise,compact"
 
 UPDATE_KEYS = {
-    "command", "config", "model", "training_dtype", "compute_dtype", "recomputation", "objective", "capacity",
-    "chunk_size", "warmup", "workload", "device", "device_type", "torch", "versions", "ceilings", "modes", "ratios",
+    "command", "arguments", "config", "model", "training_dtype", "compute_dtype", "recomputation", "objective",
+    "capacity", "chunk_size", "warmup", "workload", "device", "device_type", "torch", "versions", "ceilings", "modes",
+    "ratios",
 }  # fmt: skip
 MODE_KEYS = {
     "seconds_median", "seconds_min", "seconds_max", "repeats", "original_tokens_per_second", "rows_executed",
@@ -96,6 +97,7 @@ def test_plain_call_is_update_on_rollouts(tmp_path):
     write_synthetic(tmp_path / "rollouts.parquet", trajectories=8, seed=3)
     arguments = ["--rollouts", tmp_path / "rollouts.parquet", "--limit", 4, "--modes", "compact", "expanded"]
     found = measured(tmp_path, GRPO, *arguments, "--repeats", 1, "--warmup", 0, "--no-breakdown")
+    assert found["arguments"][0] == GRPO and "--json" not in found["arguments"]
     assert found["command"] == "update" and list(found["modes"]) == ["compact", "expanded"]
     assert set(found["modes"]["compact"]) == MODE_KEYS
     assert found["modes"]["expanded"]["rows_executed"] >= found["workload"]["original_tokens"]

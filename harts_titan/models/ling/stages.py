@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.distributed import ParallelDims
-from torchtitan.tools.utils import set_default_dtype
 
 from harts_titan.models.ling.config import LingArgs
 from harts_titan.models.ling.model import Ling
 from harts_titan.models.ling.parallelize import parallelize_ling
+from harts_titan.parallel.single import build_on_meta, single_rank_dims
 
 HEAD = "head"
 KINDS = ("kda_dense", "kda_moe", "mla_dense", "mla_moe", HEAD)
@@ -48,8 +47,7 @@ def build_stage(args: LingArgs, kind: str, config: Any, device: torch.device) ->
     config = copy.deepcopy(config)
     config.training.dtype = config.training.mixed_precision_param
     config.activation_checkpoint.mode = "none"
-    with torch.device("meta"), set_default_dtype(getattr(torch, config.training.dtype)):
-        model = Ling(args)
+    model = build_on_meta(lambda: Ling(args), getattr(torch, config.training.dtype))
     model.tok_embeddings = None
     if kind == HEAD:
         model.layers = nn.ModuleDict()
@@ -57,7 +55,7 @@ def build_stage(args: LingArgs, kind: str, config: Any, device: torch.device) ->
         name = str(kinds[kind])
         model.layers = nn.ModuleDict({name: model.layers[name]})
         model.norm = model.output = None
-        parallelize_ling(model, ParallelDims(1, 1, 1, 1, 1, 1, 1, 1), config)
+        parallelize_ling(model, single_rank_dims(), config)
     model.to_empty(device=device)
     with torch.no_grad():
         model.init_weights()
