@@ -1,7 +1,7 @@
 """Check and time ancestor attention on five trees; writes ``gpu_attention.json`` to a folder.
 
     python benchmarks/gpu_attention.py OUT                        # one Hopper GPU, about 100 s
-    python benchmarks/gpu_attention.py OUT --sections numerics,trees,variants,index_list,sweep,flex
+    python benchmarks/gpu_attention.py OUT --sections numerics,edges,trees,variants,index_list,sweep,flex
     TRITON_INTERPRET=1 python benchmarks/gpu_attention.py OUT --dry-run      # every line that needs no GPU, tiny sizes
 
 16 heads, K = 192, V = 128, bfloat16. TFLOP/s count visible pairs only, a backward pass as 2.5 forward ones. Trees:
@@ -243,6 +243,52 @@ def alone_equal(tree: Tree, x: list[Tensor], do: Tensor, result: list[Tensor]) -
     return {"trajectories": 2, "o": True, "dq": True}
 
 
+def edges() -> Report:
+    """Many segments of one token, every length up to 130, element offsets past 2^31."""
+    report: Report = {}
+    backends = {"triton": tree_attention_triton} | ({} if DRY else {"fa4": fa4()})
+    count = 10 if DRY else 5000
+    stars = [(-1, 20), *((0, 1) for _ in range(count))]
+    lengths = range(1, 4 if DRY else 131)
+    forest = [(-1, n) for n in lengths]
+    for name, segments in (("one_token_segments", stars), ("every_length", forest)):
+        layout = checks.layout_of(segments, 64)
+        for backend, attention in backends.items():
+            report[f"{name}_{backend}"] = checks.check_attention(tree_mask(layout, DEVICE), SETTING, attention)
+    # Trajectories of 100 rows, enough of them that q has more than 2^31 elements.
+    number = 3 if DRY else 2**31 // (100 * H * K) + 2
+    size = 100 * number
+    first = np.arange(number) * 100
+    mask = TreeMask.build(
+        tin=np.arange(size),
+        tout=np.repeat(first + 100, 100),
+        seg_parent=np.full(number, -1),
+        seg_start=np.zeros(number),
+        seg_length=np.full(number, 100),
+        seg_row=first,
+        device=DEVICE,
+    )
+    x, do = inputs(size)
+    o = tree_attention_triton(*x, mask, SCALE)
+    grads = torch.autograd.grad(o, x, do)
+    single = TreeMask.build(
+        tin=range(100),
+        tout=[100] * 100,
+        seg_parent=[-1],
+        seg_start=[0],
+        seg_length=[100],
+        seg_row=[0],
+        device=DEVICE,
+    )
+    for at in (0, size - 100):
+        alone = [t.detach()[at : at + 100].clone().requires_grad_() for t in x]
+        o_alone = tree_attention_triton(*alone, single, SCALE)
+        for ours, theirs in zip((o, *grads), (o_alone, *torch.autograd.grad(o_alone, alone, do[at : at + 100]))):
+            assert torch.equal(ours[at : at + 100], theirs), at
+    report["elements"] = size * H * K
+    return report
+
+
 # ---- timing
 
 
@@ -476,6 +522,7 @@ def flex() -> Report:
 
 SECTIONS: dict[str, Callable[[], Report]] = {
     "numerics": numerics,
+    "edges": edges,
     "trees": time_trees,
     "variants": variants,
     "index_list": index_list,
