@@ -1,10 +1,12 @@
 import pytest
 import torch
+import torch.multiprocessing as mp
 
-from harts_titan.ops.logprob import linear_logprobs, recover_logprobs
+from harts_titan.ops.logprob import VocabularyShard, linear_logprobs, recover_logprobs
 from tests.numerics.ops_cases import relative
 
 ROWS, VOCAB, WIDTH, POSITIONS = 9, 13, 5, 24
+USES = [(True, True), (True, False), (False, True)]
 
 
 def problem(dtype=torch.float64, seed=0):
@@ -42,7 +44,7 @@ def with_gradients(function, hidden, weight, row, label, use=(True, True)):
     return [x.detach() for x in outputs], torch.autograd.grad(loss, (hidden, weight))
 
 
-@pytest.mark.parametrize("use", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("function", [recover, chunked(1), chunked(4), chunked(9), chunked(100)])
 def test_values_and_gradients_match_log_softmax(function, use):
     got, dgot = with_gradients(function, *problem(), use)
@@ -106,3 +108,55 @@ def test_wrong_inputs_are_refused():
         linear_logprobs(hidden, weight.float(), row, label)
     with pytest.raises(ValueError, match="no rows"):
         recover(hidden[:0], weight, row, label)
+
+
+# ---- the vocabulary spread over ranks
+
+
+def shard_worker(rank, folder):
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+
+    def reduce_with(op):
+        def reduce(t):
+            dist.all_reduce(t, op)
+            return t
+
+        return reduce
+
+    shard = VocabularyShard((0, 5)[rank], reduce_with(dist.ReduceOp.MAX), reduce_with(dist.ReduceOp.SUM))
+    results = {}
+    for use in USES:
+        hidden, weight, row, label = problem()
+        part = weight[:5] if rank == 0 else weight[5:]
+
+        def run(*x):
+            return linear_logprobs(*x, rows_per_chunk=4, shard=shard)
+
+        results[use] = with_gradients(run, hidden, part, row, label, use)
+    torch.save(results, f"{folder}/rank{rank}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_gloo_ranks_of_the_vocabulary_equal_one(tmp_path):
+    mp.spawn(shard_worker, (str(tmp_path),), nprocs=2)
+    ranks = [torch.load(tmp_path / f"rank{r}.pt") for r in range(2)]
+    for use in USES:
+        want, (dhidden, dweight) = with_gradients(oracle, *problem(), use)
+        for values, grads in (r[use] for r in ranks):
+            # Every rank has the results and the whole gradient of the hidden rows.
+            assert all(torch.equal(a, b) for a, b in zip(values, ranks[0][use][0]))
+            assert torch.equal(grads[0], ranks[0][use][1][0])
+            assert relative(grads[0], dhidden) < 1e-13
+            for a, b in zip(values, want):
+                assert relative(a, b) < 1e-13
+        assert relative(torch.cat([r[use][1][1] for r in ranks]), dweight) < 1e-13
+
+
+def test_a_rank_without_words_is_refused():
+    hidden, weight, row, label = problem()
+    shard = VocabularyShard(0, lambda t: t, lambda t: t)
+    with pytest.raises(ValueError, match="without words"):
+        linear_logprobs(hidden, weight[:0], row, label, shard=shard)

@@ -85,8 +85,8 @@ class LingArgs(BaseModelArgs):
     """Multi-token-prediction layers of the published checkpoint; they are skipped, not built."""
     init_std: float = 0.02
     """Standard deviation of the initial projections."""
-    head_rows_per_chunk: int = 1024
-    """Rows whose logits exist at once; memory of the head is this times vocab_size, in float32."""
+    head_rows_per_chunk: int = 4096
+    """Memory of the head: about as many float32 logits exist at once as these rows have; small numbers cost time."""
 
     def __post_init__(self) -> None:
         self.expert_swiglu_limits = tuple(float(limit) for limit in self.expert_swiglu_limits)

@@ -80,12 +80,12 @@ class _ShardedLogprobs(torch.autograd.Function):
         rows_per_chunk: int,
         use_triton: bool,
     ) -> tuple[Tensor, Tensor]:
-        # Lengths of the blocks: words in the kernels, rows in the reference.
+        # What exists at once: logits in the kernels, rows in the reference.
         if use_triton:
-            from harts_titan.ops.logprob.triton_op import block_width, head_statistics
+            from harts_titan.ops.logprob.triton_op import head_statistics
 
-            block = block_width(hidden.shape[0], weight.shape[0], rows_per_chunk * weight.shape[0])
-            parts = head_statistics(hidden, weight, row, label, shard.first_word, block)
+            block = rows_per_chunk * weight.shape[0]
+            parts: tuple[Tensor, ...] = head_statistics(hidden, weight, row, label, shard.first_word, block)
         else:
             block = rows_per_chunk
             parts = shard_statistics_reference(hidden, weight, row, label, shard.first_word, block)
@@ -109,10 +109,11 @@ class _ShardedLogprobs(torch.autograd.Function):
         hidden, weight, row, label, lse, entropy, label_logit = ctx.saved_tensors
         dlogprob, dentropy = grads
         saved, first_word, needs = (lse, entropy, label_logit), ctx.shard.first_word, ctx.needs_input_grad[:2]
+        gradients: Callable[..., tuple[Tensor, Tensor]] = shard_gradients_reference
         if ctx.use_triton:
-            from harts_titan.ops.logprob.triton_op import head_gradients as gradients
-        else:
-            gradients = shard_gradients_reference
+            from harts_titan.ops.logprob.triton_op import head_gradients
+
+            gradients = head_gradients
         own_dhidden, dweight = gradients(
             hidden, weight, row, label, saved, (dlogprob, dentropy), first_word, ctx.block, needs
         )

@@ -64,9 +64,9 @@ def block_width(num_rows: int, num_words: int, max_elements: int) -> int:
 
 
 def head_statistics(
-    hidden_TD: Tensor, weight_WD: Tensor, row_S: Tensor, label_S: Tensor, first_word: int, width: int
+    hidden_TD: Tensor, weight_WD: Tensor, row_S: Tensor, label_S: Tensor, first_word: int, max_elements: int
 ) -> Statistics:
-    """Statistics of the rows' logits over the words ``first_word + [0, W)``, ``width`` words at a time.
+    """Statistics of the rows' logits over the words ``first_word + [0, W)``.
 
     Args:
         hidden_TD: float16, bfloat16 or float32 hidden rows.
@@ -74,9 +74,9 @@ def head_statistics(
         row_S: int64 row of each position.
         label_S: int64 label of each position; labels outside of the words give 0.
         first_word: Token id of the first word.
-        width: From :func:`block_width`.
+        max_elements: Logits that may exist at once; see :func:`block_width`.
     """
-    return Statistics(*_head_statistics(hidden_TD, weight_WD, row_S, label_S, first_word, width))
+    return Statistics(*_head_statistics(hidden_TD, weight_WD, row_S, label_S, first_word, max_elements))
 
 
 def head_gradients(
@@ -87,7 +87,7 @@ def head_gradients(
     saved: tuple[Tensor, Tensor, Tensor],
     gradients: tuple[Tensor | None, Tensor | None],
     first_word: int,
-    width: int,
+    max_elements: int,
     needs: tuple[bool, bool] = (True, True),
 ) -> tuple[Tensor, Tensor]:
     """Gradients of hidden rows and weight.
@@ -100,7 +100,7 @@ def head_gradients(
         saved: float32 (T,) log-sum-exp, (T,) entropy, both over the whole vocabulary, and (S,) label logits.
         gradients: Of the log-probs (S,) and the entropies (T,), or None.
         first_word: As in :func:`head_statistics`.
-        width: As in :func:`head_statistics`.
+        max_elements: As in :func:`head_statistics`.
         needs: Which gradients are wanted; the other is empty.
 
     Returns:
@@ -109,7 +109,18 @@ def head_gradients(
     dlogprob, dentropy = gradients
     lse, entropy, label_logit = saved
     return _head_gradients(
-        hidden_TD, weight_WD, row_S, label_S, lse, entropy, label_logit, dlogprob, dentropy, first_word, width, *needs
+        hidden_TD,
+        weight_WD,
+        row_S,
+        label_S,
+        lse,
+        entropy,
+        label_logit,
+        dlogprob,
+        dentropy,
+        first_word,
+        max_elements,
+        *needs,
     )
 
 
@@ -162,7 +173,7 @@ class _Tiles:
                 z, row_S, label_S, self.label_logit, S, W, z.stride(0), first_word + first, BS=512, num_warps=4
             )
 
-    def combine(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def combine(self) -> tuple[Tensor, ...]:
         rows = self.tiles.new_empty((3, self.num_rows))
         if self.num_rows:
             combine_tiles[(triton.cdiv(self.num_rows, 128),)](
@@ -249,14 +260,16 @@ def _blocks(num_words: int, width: int) -> list[tuple[int, int]]:
 @torch.library.custom_op(
     "harts_titan::head_statistics",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor row, Tensor label, int first_word, int width) "
+    schema="(Tensor hidden, Tensor weight, Tensor row, Tensor label, int first_word, int max_elements) "
     "-> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _head_statistics(hidden, weight, row, label, first_word, width):
+def _head_statistics(hidden, weight, row, label, first_word, max_elements):
     T, W = hidden.shape[0], weight.shape[0]
     row, label = row.contiguous(), label.contiguous()
     with device_of(hidden):
         tiles = _Tiles(hidden, T, W, label)
+        # Here, not in a traced caller: a graph must not depend on the block width.
+        width = block_width(T, W, max_elements)
         buffer = hidden.new_empty((T * min(width, W),), dtype=torch.float32)
         for a, b in _blocks(W, width):
             z = buffer[: T * (b - a)].view(T, b - a)
@@ -266,7 +279,7 @@ def _head_statistics(hidden, weight, row, label, first_word, width):
 
 
 @_head_statistics.register_fake
-def _(hidden, weight, row, label, first_word, width):
+def _(hidden, weight, row, label, first_word, max_elements):
     rows = [hidden.new_empty((hidden.shape[0],), dtype=torch.float32) for _ in range(3)]
     return (*rows, hidden.new_empty(label.shape, dtype=torch.float32))
 
@@ -275,7 +288,7 @@ def _(hidden, weight, row, label, first_word, width):
     "harts_titan::head_gradients",
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor row, Tensor label, Tensor lse, Tensor entropy, Tensor label_logit, "
-    "Tensor? dlogprob, Tensor? dentropy, int first_word, int width, bool need_hidden, bool need_weight) "
+    "Tensor? dlogprob, Tensor? dentropy, int first_word, int max_elements, bool need_hidden, bool need_weight) "
     "-> (Tensor, Tensor)",
 )
 def _head_gradients(
@@ -289,7 +302,7 @@ def _head_gradients(
     dlogprob,
     dentropy,
     first_word,
-    width,
+    max_elements,
     need_hidden,
     need_weight,
 ):
@@ -300,6 +313,7 @@ def _head_gradients(
         return dhidden.zero_(), dweight.zero_()
     with device_of(hidden):
         terms = _LabelTerms(row.contiguous(), label.contiguous(), (lse, entropy, label_logit), dlogprob, dentropy)
+        width = block_width(T, W, max_elements)
         buffer = hidden.new_empty((T * min(width, W),), dtype=torch.float32)
         narrow = buffer if hidden.dtype == torch.float32 else hidden.new_empty(buffer.shape)
         for a, b in _blocks(W, width):
@@ -325,7 +339,7 @@ def _(
     dlogprob,
     dentropy,
     first_word,
-    width,
+    max_elements,
     need_hidden,
     need_weight,
 ):
@@ -394,8 +408,7 @@ def linear_logprobs_triton(
     hidden_TD: Tensor, weight_WD: Tensor, row_of_position_S: Tensor, label_S: Tensor, max_elements: int
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies of ``hidden @ weight^T``; see :func:`harts_titan.ops.logprob.linear_logprobs`."""
-    width = block_width(hidden_TD.shape[0], weight_WD.shape[0], max_elements)
-    return _linear_logprobs(hidden_TD, weight_WD, row_of_position_S, label_S, width)[:2]
+    return _linear_logprobs(hidden_TD, weight_WD, row_of_position_S, label_S, max_elements)[:2]
 
 
 def recover_logprobs_triton(logits_TW: Tensor, row_of_position_S: Tensor, label_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -403,7 +416,7 @@ def recover_logprobs_triton(logits_TW: Tensor, row_of_position_S: Tensor, label_
     return _recover_logprobs(logits_TW, row_of_position_S, label_S)[:2]
 
 
-def _fake_outputs(like: Tensor, num_rows: int, label: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_outputs(like: Tensor, num_rows: int, label: Tensor) -> tuple[Tensor, ...]:
     S, T = ((label.shape[0],), (num_rows,))
     return tuple(like.new_empty(shape, dtype=torch.float32) for shape in (S, T, T, S))
 
@@ -411,21 +424,22 @@ def _fake_outputs(like: Tensor, num_rows: int, label: Tensor) -> tuple[Tensor, T
 @torch.library.custom_op(
     "harts_titan::linear_logprobs",
     mutates_args=(),
-    schema="(Tensor hidden, Tensor weight, Tensor row, Tensor label, int width) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema="(Tensor hidden, Tensor weight, Tensor row, Tensor label, int max_elements) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _linear_logprobs(hidden, weight, row, label, width):
-    *statistics, label_logit = _head_statistics(hidden, weight, row, label, 0, width)
+def _linear_logprobs(hidden, weight, row, label, max_elements):
+    *statistics, label_logit = _head_statistics(hidden, weight, row, label, 0, max_elements)
     lse, entropy = finish(*statistics)
     return _pick(label_logit, lse, row, label), entropy, lse, label_logit
 
 
 @_linear_logprobs.register_fake
-def _(hidden, weight, row, label, width):
+def _(hidden, weight, row, label, max_elements):
     return _fake_outputs(hidden, hidden.shape[0], label)
 
 
 def _save_linear(ctx, inputs, output):
-    hidden, weight, row, label, ctx.width = inputs
+    hidden, weight, row, label, ctx.max_elements = inputs
     _, entropy, lse, label_logit = output
     ctx.save_for_backward(hidden, weight, row, label, lse, entropy, label_logit)
     ctx.set_materialize_grads(False)
@@ -434,7 +448,7 @@ def _save_linear(ctx, inputs, output):
 def _differentiate_linear(ctx, dlogprob, dentropy, _dlse, _dlabel_logit):
     hidden, weight, *rest = ctx.saved_tensors
     needs = ctx.needs_input_grad[:2]
-    dhidden, dweight = _head_gradients(hidden, weight, *rest, dlogprob, dentropy, 0, ctx.width, *needs)
+    dhidden, dweight = _head_gradients(hidden, weight, *rest, dlogprob, dentropy, 0, ctx.max_elements, *needs)
     return dhidden.to(hidden.dtype) if needs[0] else None, dweight if needs[1] else None, None, None, None
 
 
