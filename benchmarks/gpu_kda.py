@@ -400,7 +400,8 @@ SWEEP: dict[str, list[Config]] = {
             (32, 64, 4, True, "tf32"),
             (32, 32, 4, False, "tf32x3"),
         )
-    ],
+    ]
+    + [replaced("chunk_forward", constants={"WIDE": False, "SOLVE": "tf32", "maxnreg": 168})],
     "state_scan_forward": [
         Config({"BV": bv}, w, s) for bv, w, s in ((16, 4, 3), (16, 4, 4), (64, 4, 3), (32, 8, 3), (32, 4, 2))
     ],
@@ -413,7 +414,9 @@ SWEEP: dict[str, list[Config]] = {
         Config({"BV": bv}, w, s) for bv, w, s in ((16, 4, 3), (16, 4, 4), (64, 4, 2), (32, 8, 3), (32, 4, 2))
     ],
     "chunk_backward_values": [
-        Config({"BK": bk}, w, s) for bk, w, s in ((32, 4, 1), (64, 8, 1), (128, 8, 1), (64, 4, 2))
+        *(Config({"BK": bk}, w, s) for bk, w, s in ((32, 4, 1), (64, 8, 1), (128, 8, 1), (64, 4, 2))),
+        Config({"BK": 64}, 4, 1, {"maxnreg": 168}),
+        Config({"BK": 64}, 8, 1, {"maxnreg": 128}),
     ],
     "chunk_backward_keys": [
         Config({"BK": bk}, w, s, {"WIDE": wide})
@@ -424,7 +427,8 @@ SWEEP: dict[str, list[Config]] = {
             (32, 4, 1, True),
             (32, 4, 2, False),
         )
-    ],
+    ]
+    + [replaced("chunk_backward_keys", constants={"WIDE": False, "maxnreg": 168})],
     "chunk_backward_norms": [Config({}, w, 1, {"BS": bs}) for bs, w in ((32, 4), (64, 8), (16, 2), (8, 2))],
 }
 
@@ -555,4 +559,5 @@ if __name__ == "__main__":
     elif "--sanitize" in sys.argv:
         sanitize()
     else:
-        sys.exit(run_sections("gpu_kda", SECTIONS, doc=__doc__, settings={"kda": str(SETTING)}))
+        default = SECTIONS if DRY else ("numerics", "timing", "breakdown")
+        sys.exit(run_sections("gpu_kda", SECTIONS, doc=__doc__, settings={"kda": str(SETTING)}, default=tuple(default)))
