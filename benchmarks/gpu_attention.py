@@ -250,7 +250,7 @@ def edges() -> Report:
     count = 10 if DRY else 5000
     stars = [(-1, 20), *((0, 1) for _ in range(count))]
     # In three calls: float64 scores of all lengths at once would fill the device.
-    forests = {f"every_length_{i}": [(-1, n) for n in range(1 + i, 4 if DRY else 131, 3)] for i in range(3)}
+    forests = {f"every_length_{i}": [(-1, n) for n in range(1 + i, 9 if DRY else 131, 3)] for i in range(3)}
     for name, segments in {"one_token_segments": stars, **forests}.items():
         layout = checks.layout_of(segments, 64)
         for backend, attention in backends.items():
