@@ -340,10 +340,13 @@ def sweep_norm() -> Report:
             lambda c, x=x, gate=gate, weight=weight, y=y: norms.launch_forward(x, gate, weight, y, EPS, c),
             (3 if gated else 2) * size,
         )
-        configs = product(TILE=[2048], STEPS=[32], num_warps=[2, 4] if small else [1, 2, 4, 8])
+        configs = product(TILE=[2048], STEPS=[32], num_warps=[2, 4] if small else [1, 2, 4, 8], STAGES=[1, 3])
+        if not DRY:
+            configs += product(TILE=[2048], STEPS=[32], num_warps=[4], STAGES=[2, 4])
         if not DRY and not small:
-            configs += product(TILE=[2048, 4096], STEPS=[16], num_warps=[4], maxnreg=[96, 128])
-            configs += product(TILE=[1024 if gated else 4096], STEPS=[32], num_warps=[1 if gated else 8])
+            configs += product(TILE=[4096], STEPS=[16], num_warps=[4, 8], STAGES=[1, 3])
+            configs += product(TILE=[2048], STEPS=[16, 64], num_warps=[4], STAGES=[3])
+            configs += product(TILE=[2048], STEPS=[32], num_warps=[4], STAGES=[3], maxnreg=[80, 96])
         report[f"{name} backward"] = sweep(
             f"{name} backward",
             configs,

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def swiglu_forward(
     gate,
     up,
@@ -33,7 +33,7 @@ def swiglu_forward(
     tl.store(y + o_r[:, None] * F + o_f[None, :], (b_a * b_u).to(y.dtype.element_ty), mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def swiglu_backward(
     gate,
     up,
@@ -72,7 +72,7 @@ def swiglu_backward(
     tl.store(dup + o_o, (b_dy * b_a).to(dup.dtype.element_ty), mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def head_gate_forward(o, gate, y, N, V, BR: tl.constexpr, BV: tl.constexpr):
     """``y = o * sigmoid(gate)`` for ``N`` (row, head) pairs."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
@@ -85,7 +85,7 @@ def head_gate_forward(o, gate, y, N, V, BR: tl.constexpr, BV: tl.constexpr):
     tl.store(y + o_o, (b_o * b_s[:, None]).to(y.dtype.element_ty), mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def head_gate_backward(o, gate, dy, d_o, dgate, N, V, BR: tl.constexpr, BV: tl.constexpr):
     """Gradients of the heads' outputs, and of their gates by a sum over the head."""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)

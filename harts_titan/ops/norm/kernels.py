@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def norm_forward(
     x,
     gate,
@@ -39,7 +39,7 @@ def norm_forward(
     tl.store(y + o_r[:, None] * D + o_d[None, :], b_y.to(y.dtype.element_ty), mask=m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def norm_backward(
     x,
     gate,
@@ -57,14 +57,18 @@ def norm_backward(
     BT: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """Gradients of ``BT`` rows, and their share ``dw`` (programs, D) of the scale's gradient."""
+    """Gradients of ``BT`` rows, and their share ``dw`` (programs, D) of the scale's gradient.
+
+    ``STAGES`` tiles are on their way at a time.
+    """
     i_b = tl.program_id(0).to(tl.int64)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_dw = tl.zeros([BR, BD], dtype=tl.float32)
-    for i_r in range(0, BT, BR):
+    for i_r in tl.range(0, BT, BR, num_stages=STAGES):
         o_r = i_b * BT + i_r + tl.arange(0, BR)
         m = (o_r < N)[:, None] & m_d[None, :]
         o_o = o_r[:, None] * D + o_d[None, :]

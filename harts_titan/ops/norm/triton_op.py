@@ -15,8 +15,8 @@ from harts_titan.ops.norm.kernels import norm_backward, norm_forward
 from harts_titan.ops.row_sums import row_sums
 
 FORWARD = {"TILE": 4096, "num_warps": 4}
-BACKWARD = {"TILE": 2048, "STEPS": 32, "num_warps": 4}
-"""Pinned launch configurations: elements of a tile (whole rows), tiles of a backward program."""
+BACKWARD = {"TILE": 2048, "STEPS": 32, "num_warps": 4, "STAGES": 3}
+"""Pinned launch configurations: elements of a tile (whole rows), tiles of a backward program, tiles read ahead."""
 
 
 def rms_norm_triton(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -14,7 +14,7 @@ def _rotate(b_x, b_cos, b_sin, R: tl.constexpr, BP: tl.constexpr):
     return tl.reshape(tl.join(even * b_cos - odd * b_sin, even * b_sin + odd * b_cos), (R, BP))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def rope_queries_kernel(
     x,
     cos,
@@ -52,7 +52,7 @@ def rope_queries_kernel(
     tl.store(y + o_x + NOPE + o_p[None, :], b_p.to(y.dtype.element_ty), mask=m_p)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def rope_keys_values_forward(
     kv,
     k_rope,
@@ -96,7 +96,7 @@ def rope_keys_values_forward(
     tl.store(k + o_k + NOPE + o_p, b_p.to(k.dtype.element_ty), mask=m_p)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def rope_keys_values_backward(
     dk,
     dv,

@@ -47,7 +47,7 @@ def _tap_sum(x0, x1, x2, x3, w0, w1, w2, w3):
     return tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def conv_forward(
     x,
     weight,
@@ -129,7 +129,7 @@ def _silu_gradient(a, g):
     return g * (s * tl.fma(a, 1.0 - s, 1.0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def conv_backward(
     x,
     weight,
