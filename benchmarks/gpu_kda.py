@@ -18,7 +18,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -85,6 +85,16 @@ def tree() -> tuple[checks.Segments, CallLayout]:
 
 def own(*x: Tensor, packed: PackedSequences) -> Tensor:
     return kda_triton(*x, packed)[0]
+
+
+@contextmanager
+def scans_in_line() -> Iterator[None]:
+    """Kernels one after another, so that each can be timed alone."""
+    before, triton_op.OVERLAP = triton_op.OVERLAP, False
+    try:
+        yield
+    finally:
+        triton_op.OVERLAP = before
 
 
 def fla(*x: Tensor, cu: Tensor, state: Tensor | None = None, final: bool = False) -> tuple[Tensor, Tensor]:
@@ -222,6 +232,7 @@ def timing() -> Report:
     gathered = torch.randn_like(wide[2])
     runs: dict[str, tuple[Callable[..., Tensor], list[Tensor], Tensor]] = {
         "own compact": (functools.partial(own, packed=sequences), x, do),
+        "own compact, one stream": (functools.partial(own, packed=sequences), x, do),
         "own expanded": (functools.partial(own, packed=expanded), wide, gathered),
         "fla expanded": (lambda *y: fla(*y, cu=cu)[0], wide, gathered),
         # As the prototype timed it: the rows are gathered inside.
@@ -232,7 +243,8 @@ def timing() -> Report:
     if PROTOTYPE.is_dir() and not DRY:
         runs = {"prototype": (prototype(segments), x, do), **runs}
     for name, (run, inputs, dout) in runs.items():
-        report[name] = timed_pair(name, run, inputs, dout, 3 if name == "node-wise" else REPEATS)
+        with scans_in_line() if "one stream" in name else nullcontext():
+            report[name] = timed_pair(name, run, inputs, dout, 3 if name == "node-wise" else REPEATS)
     report["over own compact"] = ratios = {
         name: {part: report[name][part]["median"] / report["own compact"][part]["median"] for part in TIMED}
         for name in runs
@@ -355,6 +367,7 @@ def compact_case() -> tuple[PackedSequences, list[Tensor], Tensor]:
     return sequences, x, torch.randn_like(x[2])
 
 
+@scans_in_line()
 def breakdown() -> Report:
     """Device time of every kernel of one forward and backward pass, by torch.profiler."""
     sequences, x, do = compact_case()
@@ -483,6 +496,7 @@ def compile_worker(index: int, count: int) -> None:
             print(name, config, repr(error)[:200], flush=True)
 
 
+@scans_in_line()
 def sweep() -> Report:
     """Every alternative of every kernel on the tree, with the deviation of results from the pinned configuration's."""
     if DRY:

@@ -10,6 +10,8 @@ the left factor is at most 1, the right one at most ``exp(5 * (BC - 1))``. Their
 operands of the tensor cores, in forward and in both directions of backward: then the gradient of the gate, a
 difference of sums over the same products, cancels as it should.
 
+``first`` is the first program of a launch: a launch may cover some of the chunks.
+
 Letters: S slots (rows of all chunks), H heads, K/V key/value width, BT chunk rows. Prefixes as in ``kernels.py``.
 """
 
@@ -17,7 +19,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def chunk_forward(
     q,
     k,
@@ -38,6 +40,7 @@ def chunk_forward(
     lower_bound,
     scale,
     NS,
+    first,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -56,7 +59,7 @@ def chunk_forward(
     LEVELS: tl.constexpr = 5 if BT == 32 else 6
     TYPE: tl.constexpr = w.dtype.element_ty
     PAIR: tl.constexpr = tl.float32 if WIDE else TYPE
-    pid = tl.program_id(0)
+    pid = first + tl.program_id(0)
     i_h = pid % H
     i_c = (pid // H).to(tl.int64)
     i_p = pid.to(tl.int64)
@@ -144,7 +147,7 @@ def chunk_forward(
         tl.store(w + p_k + o_tk, tl.dot(b_A, b_k.to(TYPE)).to(TYPE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def chunk_output(
     qg,
     Aqk,
@@ -152,6 +155,7 @@ def chunk_output(
     h,
     o,
     own_row,
+    first,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -161,7 +165,7 @@ def chunk_output(
 ):
     """``O = (q~ exp(G)) S + P R``, written to own rows; replay rows have none."""
     NV: tl.constexpr = V // BV
-    pid = tl.program_id(0)
+    pid = first + tl.program_id(0)
     i_v = pid % NV
     i_p = (pid // NV).to(tl.int64)
     i_h = (pid // NV) % H
@@ -182,13 +186,14 @@ def chunk_output(
     tl.store(o + (i_t * H + i_h)[:, None] * V + o_v[None, :], b_o.to(o.dtype.element_ty), mask=(i_t >= 0)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def chunk_output_gradient(
     do,
     Aqk,
     do_tile,
     dv,
     own_row,
+    first,
     H: tl.constexpr,
     V: tl.constexpr,
     BT: tl.constexpr,
@@ -196,7 +201,7 @@ def chunk_output_gradient(
 ):
     """``dR = P^T dO`` and dO itself as tiles: zero where a row is a replay row or past the end."""
     NV: tl.constexpr = V // BV
-    pid = tl.program_id(0)
+    pid = first + tl.program_id(0)
     i_v = pid % NV
     i_p = (pid // NV).to(tl.int64)
     i_h = (pid // NV) % H
@@ -212,7 +217,7 @@ def chunk_output_gradient(
     tl.store(dv + o_tv, tl.dot(tl.trans(b_A), b_do).to(dv.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def chunk_backward_values(
     k,
     v,
@@ -231,6 +236,7 @@ def chunk_backward_values(
     dAkk,
     db_part,
     NS,
+    first,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -243,7 +249,7 @@ def chunk_backward_values(
     ``dv_copy`` in float32, at ``copy_slot``.
     """
     TYPE: tl.constexpr = h.dtype.element_ty
-    pid = tl.program_id(0)
+    pid = first + tl.program_id(0)
     i_h = pid % H
     i_c = (pid // H).to(tl.int64)
     i_p = pid.to(tl.int64)
@@ -290,7 +296,7 @@ def chunk_backward_values(
     tl.store(dAkk + i_p * BT * BT + o_tj, tl.where(m_lower, -b_dA, 0.0).to(dAkk.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def chunk_backward_keys(
     q,
     k,
@@ -318,6 +324,7 @@ def chunk_backward_keys(
     lower_bound,
     scale,
     NS,
+    first,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -334,7 +341,7 @@ def chunk_backward_keys(
     TYPE: tl.constexpr = h.dtype.element_ty
     PAIR: tl.constexpr = tl.float32 if WIDE else TYPE
     NK: tl.constexpr = K // BK
-    pid = tl.program_id(0)
+    pid = first + tl.program_id(0)
     i_k = pid % NK
     i_h = (pid // NK) % H
     i_p = (pid // NK).to(tl.int64)

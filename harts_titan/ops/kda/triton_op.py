@@ -12,15 +12,14 @@ C chunks, E exports, H heads, K key width, V value width.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from harts_titan.ops.host_tables import to_device
 from harts_titan.ops.kda.chunk_kernels import (
     chunk_backward_keys,
     chunk_backward_norms,
@@ -33,160 +32,9 @@ from harts_titan.ops.kda.chunk_kernels import (
 from harts_titan.ops.kda.configs import BLOCK_ROWS, launch
 from harts_titan.ops.kda.kernels import fan_in_states, state_scan_backward, state_scan_forward
 from harts_titan.ops.kda.sequences import PackedSequences
+from harts_titan.ops.kda.tables import Index, KDATables, Round, prepare_tables, unpack
 
 _FAN_BLOCK = 1024
-
-
-class KDATables(NamedTuple):
-    """Index tables of one call, in the order the custom ops take them.
-
-    All tables a kernel reads lie in one tensor: torch.compile makes a graph of its own for every table of size 0 or 1
-    and for every two tables that happen to have one size, and a call has a dozen.
-    """
-
-    index_I: Tensor
-    """int64 on the device; ``_unpack`` cuts it."""
-    header_J: Tensor
-    """int64 on the host: Q, F, M, D, N, then one ``_Round`` after another."""
-    packed_row_S: Tensor
-    """int64: path row of every slot, -1 = padding at the end of a sequence."""
-    kept_T: Tensor
-    """Only its size is read."""
-    export_sequence_E: Tensor
-    """On the host; only its size is read."""
-
-
-class _Index(NamedTuple):
-    own_row_S: Tensor
-    """Own row a slot's output goes to, -1 = replay row or padding."""
-    copy_slot_S: Tensor
-    """Row of the buffers of copies, -1 = nobody else reads the slot's path row."""
-    chunk_offset_Q1: Tensor
-    init_row_Q: Tensor
-    init_slot_Q: Tensor
-    """Row of the round's initial-state gradient buffer, -1 = the sequence starts from zero."""
-    export_row_B: Tensor
-    fan_row_F: Tensor
-    """Pool rows that sequences start from, round after round."""
-    fan_ptr_F1: Tensor
-    fan_slot_M: Tensor
-    shared_row_D: Tensor
-    """Path rows that several packed rows read, or none."""
-    shared_ptr_D1: Tensor
-    """Their copies."""
-    packed_row_S: Tensor
-    kept_T: Tensor
-    num_copies: int
-    num_exports: int
-    rounds: list[_Round]
-
-
-class _Round(NamedTuple):
-    first_sequence: int
-    num_sequences: int
-    first_fan: int
-    """Position in ``fan_row_F``."""
-    num_fans: int
-    num_starts: int
-    """Sequences that start from a pool row."""
-
-
-# Tables start at multiples of 16 int64: Triton compiles kernels anew for pointers of another alignment.
-_ALIGN = 16
-_HEADER = 5
-
-
-def prepare_tables(sequences: PackedSequences) -> KDATables:
-    """Return the kernels' index tables of ``sequences``, built once and kept with it.
-
-    Call it before a ``torch.compile`` region that runs :func:`kda_triton`: building them is host work that cannot be
-    traced.
-    """
-    cached = getattr(sequences, "_triton_tables", None)
-    if cached is not None:
-        return cached
-    if torch.compiler.is_compiling():
-        raise ValueError("call prepare_tables(sequences) before the compiled region that runs kda_triton")
-    init = np.asarray(sequences.init_state_host, dtype=np.int64)
-    slot = np.full(init.size, -1, dtype=np.int64)
-    fan_row, fan_slot = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    fan_count, rounds, num_fans = [np.zeros(1, dtype=np.int64)], [], 0
-    for first, last in sequences.rounds:
-        starts = first + np.flatnonzero(init[first:last] >= 0)
-        slot[starts] = np.arange(starts.size)
-        # A stable sort keeps sequence order inside a pool row: the fixed order of the gradient sum.
-        order = np.argsort(init[starts], kind="stable")
-        rows, count = np.unique(init[starts], return_counts=True)
-        fan_row.append(rows)
-        fan_count.append(count)
-        fan_slot.append(slot[starts][order])
-        rounds.append(_Round(first, last - first, num_fans, rows.size, starts.size))
-        num_fans += rows.size
-    packed_row, own_row, copy_slot, shared_row, shared_ptr = _slot_tables(sequences)
-    device = sequences.device
-    pieces: list[np.ndarray] = []
-    for table in (
-        own_row,
-        copy_slot,
-        np.asarray(sequences.chunk_offset_host, dtype=np.int64),
-        init,
-        slot,
-        np.asarray(sequences.export_row_host, dtype=np.int64),
-        np.concatenate(fan_row),
-        np.cumsum(np.concatenate(fan_count)),
-        np.concatenate(fan_slot),
-        shared_row,
-        shared_ptr,
-    ):
-        pieces += [table, np.zeros(-table.size % _ALIGN, dtype=np.int64)]
-    header = [
-        sequences.num_sequences,
-        num_fans,
-        sum(r.num_starts for r in rounds),
-        shared_row.size,
-        int(shared_ptr[-1]),
-    ]
-    tables = KDATables(
-        to_device(np.concatenate(pieces), device),
-        torch.tensor([*header, *(value for r in rounds for value in r)], dtype=torch.int64),
-        to_device(packed_row, device),
-        sequences.kept_T,
-        torch.tensor(sequences.export_sequence_host, dtype=torch.int64),
-    )
-    object.__setattr__(sequences, "_triton_tables", tables)
-    return tables
-
-
-def _slot_tables(sequences: PackedSequences) -> tuple[np.ndarray, ...]:
-    """``packed_row_S``, ``own_row_S``, ``copy_slot_S``, ``shared_row_D`` and ``shared_ptr_D1``."""
-    packed, kept = sequences.packed_row_host, sequences.kept_host
-    cu, chunk_offset = (np.asarray(x) for x in (sequences.cu_seqlens_host, sequences.chunk_offset_host))
-    size = sequences.num_chunks * sequences.chunk_size
-    slot_P = np.arange(packed.size) + np.repeat(chunk_offset[:-1] * sequences.chunk_size - cu[:-1], np.diff(cu))
-    packed_row, own_row, copy_slot = (np.full(size, -1, dtype=np.int64) for _ in range(3))
-    packed_row[slot_P] = packed
-    own_row[slot_P[kept]] = np.arange(kept.size)
-    count = np.bincount(packed, minlength=sequences.num_path_rows)
-    shared_row = np.flatnonzero(count != 1)
-    shared_ptr = np.concatenate([[0], np.cumsum(count[shared_row])]).astype(np.int64)
-    # A stable sort keeps packed order inside a path row: the fixed order of the gradient sums.
-    order = np.argsort(packed, kind="stable")
-    copies = order[count[packed[order]] > 1]
-    copy_slot[slot_P[copies]] = np.arange(copies.size)
-    return packed_row, own_row, copy_slot, shared_row, shared_ptr
-
-
-def _unpack(tables: list[Tensor], chunk_size: int) -> _Index:
-    t = KDATables(*tables)
-    header = t.header_J.tolist()
-    Q, F, M, D, N = header[:_HEADER]
-    S = t.packed_row_S.shape[0]
-    views, at = [], 0
-    for size in (S, S, Q + 1, Q, Q, S // chunk_size + Q, F, F + 1, M, D, D + 1):
-        views.append(t.index_I[at : at + size])
-        at += -(-size // _ALIGN) * _ALIGN
-    rounds = [_Round(*header[i : i + 5]) for i in range(_HEADER, len(header), 5)]
-    return _Index._make([*views, t.packed_row_S, t.kept_T, N, t.export_sequence_E.shape[0], rounds])
 
 
 def kda_triton(
@@ -296,21 +144,61 @@ def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
-_Item = TypeVar("_Item")
-
-
-def _recorded(items: Sequence[_Item], label: str, *, backward: bool = False) -> Iterator[_Item]:
-    """Yield ``items``, last first if ``backward``, each under a profiler label that names its index."""
-    for i in reversed(range(len(items))) if backward else range(len(items)):
+def _recorded(rounds: list[Round], which: slice, label: str, *, backward: bool = False) -> Iterator[Round]:
+    """Yield some rounds, last first if ``backward``, each under a profiler label that names its index."""
+    indices = range(len(rounds))[which]
+    for i in reversed(indices) if backward else indices:
         with record_function(label.format(i)):
-            yield items[i]
+            yield rounds[i]
 
 
-def _scan_forward(s: _Saved, u: Tensor, pool: Tensor, t: _Index) -> None:
+OVERLAP = True
+"""Run scans beside the other kernels where rounds allow it; the bits are the same."""
+
+
+@functools.cache
+def _scan_stream(device: torch.device) -> torch.cuda.Stream:
+    # A scan's few programs are the critical path: they go first wherever a multiprocessor has room.
+    return torch.cuda.Stream(device, priority=-1)
+
+
+class _Scans:
+    """Runs scans on a stream of their own, beside kernels on chunks of other rounds.
+
+    A scan is a chain over the chunks of the longest sequence and leaves most of the device idle.
+    """
+
+    def __init__(self, device: torch.device, overlap: bool) -> None:
+        self._stream = _scan_stream(device) if overlap and device.type == "cuda" else None
+
+    def run(self, scan: Callable[[], None]) -> torch.cuda.Event | None:
+        """Start ``scan`` after all work queued so far; the result is for :meth:`wait`."""
+        if self._stream is None:
+            scan()
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            scan()
+            return self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Work queued from now on runs after the scan. Every scan has to be waited for before the op returns."""
+        if event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(event)
+
+
+def _chunk_ranges(t: Index, num_chunks: int) -> tuple[tuple[slice, slice], ...]:
+    """Rounds, and their chunks, that are launched together: the first round, and the others."""
+    if not OVERLAP or not 0 < t.first_chunks < num_chunks:
+        return ((slice(0, len(t.rounds)), slice(0, num_chunks)),)
+    return (slice(0, 1), slice(0, t.first_chunks)), (slice(1, len(t.rounds)), slice(t.first_chunks, num_chunks))
+
+
+def _scan_forward(s: _Saved, u: Tensor, pool: Tensor, t: Index, which: slice) -> None:
     """Forward scan, round after round: fills ``v_new``, ``h`` and the exported rows of ``pool``."""
     _, H, K, V = s.h.shape
     options = launch("state_scan_forward", s.h, K=K, V=V)
-    for r in _recorded(t.rounds, "harts::round{}"):
+    for r in _recorded(t.rounds, which, "harts::round{}"):
         state_scan_forward[(r.num_sequences * H * (V // options["BV"]),)](
             s.kg,
             s.w,
@@ -331,26 +219,30 @@ def _scan_forward(s: _Saved, u: Tensor, pool: Tensor, t: _Index) -> None:
         )
 
 
-def _scan_backward(s: _Saved, do: Tensor, dv: Tensor, dpool: Tensor, t: _Index) -> tuple[Tensor, Tensor]:
+class _ScanGradients(NamedTuple):
+    """What the reverse scan reads and writes."""
+
+    do: Tensor
+    dv: Tensor
+    dv_new: Tensor
+    dh: Tensor
+    dpool: Tensor
+    dinit: Tensor
+    """Of one round: rounds run one after another, so one buffer of the largest round serves all."""
+
+
+def _scan_backward(s: _Saved, d: _ScanGradients, t: Index, which: slice) -> None:
     """Reverse scan, last round first; ``dpool`` holds the exports' gradients and collects those of initial states."""
     _, H, K, V = s.h.shape
     size = H * K * V
     options = launch("state_scan_backward", s.h, K=K, V=V)
-    # Rounds run one after another, so one buffer of the largest round serves all.
-    dinit = dpool.new_empty((max((r.num_starts for r in t.rounds), default=0), H, K, V))
-    dh, dv_new = torch.empty_like(s.h), torch.empty_like(dv)
-    for r in _recorded(t.rounds, "harts::round{}_backward", backward=True):
+    for r in _recorded(t.rounds, which, "harts::round{}_backward", backward=True):
         state_scan_backward[(r.num_sequences * H * (V // options["BV"]),)](
             s.qg,
             s.kg,
             s.w,
             s.g,
-            do,
-            dv,
-            dv_new,
-            dh,
-            dpool,
-            dinit,
+            *d,
             t.export_row_B,
             t.init_slot_Q,
             t.chunk_offset_Q1,
@@ -363,13 +255,20 @@ def _scan_backward(s: _Saved, do: Tensor, dv: Tensor, dpool: Tensor, t: _Index) 
         )
         if r.num_fans:
             fan_in_states[(r.num_fans * -(-size // _FAN_BLOCK),)](
-                dinit, dpool, t.fan_row_F, t.fan_ptr_F1, t.fan_slot_M, r.first_fan, S=size, BS=_FAN_BLOCK, num_warps=4
+                d.dinit,
+                d.dpool,
+                t.fan_row_F,
+                t.fan_ptr_F1,
+                t.fan_slot_M,
+                r.first_fan,
+                S=size,
+                BS=_FAN_BLOCK,
+                num_warps=4,
             )
-    return dh, dv_new
 
 
 class _Saved(NamedTuple):
-    """What the backward pass keeps beside the inputs; rows are slots: S = C x chunk_size, in tiles [C, H, row, width]."""
+    """What the backward pass keeps beside the inputs; S slots lie in tiles [C, H, chunk_size, width]."""
 
     w: Tensor
     kg: Tensor
@@ -402,6 +301,44 @@ def _new_saved(q: Tensor, v: Tensor, num_slots: int, chunk_size: int) -> _Saved:
     )
 
 
+def _run_forward(
+    inputs: list[Tensor], s: _Saved, u: Tensor, pool: Tensor, o: Tensor, t: Index, lower_bound: float
+) -> None:
+    num_chunks, H, K, V = s.h.shape
+    BT = s.Aqk.shape[2]
+    sizes = {"H": H, "K": K, "V": V, "BT": BT}
+    ranges = _chunk_ranges(t, num_chunks)
+    scans, done = _Scans(o.device, len(ranges) > 1), []
+    for rounds, chunks in ranges:
+        chunk_forward[((chunks.stop - chunks.start) * H,)](
+            *inputs,
+            t.packed_row_S,
+            s.w,
+            u,
+            s.qg,
+            s.kg,
+            s.g,
+            s.Aqk,
+            s.Akk,
+            s.row,
+            lower_bound,
+            K**-0.5,
+            num_chunks * BT * H,
+            chunks.start * H,
+            **sizes,
+            BC=BLOCK_ROWS,
+            **launch("chunk_forward", s.h, K=K, V=V),
+        )
+        done.append(scans.run(functools.partial(_scan_forward, s, u, pool, t, rounds)))
+    options = launch("chunk_output", s.h, K=K, V=V)
+    for (_, chunks), scan in zip(ranges, done):
+        scans.wait(scan)
+        programs = H * (V // options["BV"])
+        chunk_output[((chunks.stop - chunks.start) * programs,)](
+            s.qg, s.Aqk, s.v_new, s.h, o, t.own_row_S, chunks.start * programs, **sizes, **options
+        )
+
+
 @torch.library.custom_op(
     "harts_titan::kda_forward",
     mutates_args=(),
@@ -413,7 +350,7 @@ def _new_saved(q: Tensor, v: Tensor, num_slots: int, chunk_size: int) -> _Saved:
 )
 def _kda_forward(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lower_bound):
     """Outputs, exported states, and ``_Saved``."""
-    t = _unpack(tables, chunk_size)
+    t = unpack(tables, chunk_size)
     (H, K), V = q.shape[1:], v.shape[-1]
     num_slots, num_external = t.packed_row_S.shape[0], external.shape[0]
     pool = external.new_empty((num_external + t.num_exports, H, K, V))
@@ -421,33 +358,9 @@ def _kda_forward(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lo
     o = v.new_empty((t.kept_T.shape[0], H, V))
     s = _new_saved(q, v, num_slots, chunk_size)
     if num_slots:
-        programs = num_slots // chunk_size * H
-        sizes = {"H": H, "K": K, "V": V, "BT": chunk_size}
+        u = torch.empty_like(s.v_new)
         with _device_of(q):
-            u = torch.empty_like(s.v_new)
-            chunk_forward[(programs,)](
-                *(x.contiguous() for x in (q, k, v, f, b, A_log, dt_bias)),
-                t.packed_row_S,
-                s.w,
-                u,
-                s.qg,
-                s.kg,
-                s.g,
-                s.Aqk,
-                s.Akk,
-                s.row,
-                lower_bound,
-                K**-0.5,
-                num_slots * H,
-                **sizes,
-                BC=BLOCK_ROWS,
-                **launch("chunk_forward", s.h, K=K, V=V),
-            )
-            _scan_forward(s, u, pool, t)
-            options = launch("chunk_output", s.h, K=K, V=V)
-            chunk_output[(programs * (V // options["BV"]),)](
-                s.qg, s.Aqk, s.v_new, s.h, o, t.own_row_S, **sizes, **options
-            )
+            _run_forward([x.contiguous() for x in (q, k, v, f, b, A_log, dt_bias)], s, u, pool, o, t, lower_bound)
     # A copy: the pool's external rows need not live as long as the exports.
     return o, pool[num_external:].clone(), *s
 
@@ -463,6 +376,115 @@ def _(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lower_bound):
     )
 
 
+def _run_backward(
+    inputs: list[Tensor],
+    grads: list[Tensor],
+    s: _Saved,
+    do: Tensor | None,
+    dpool: Tensor,
+    t: Index,
+    lower_bound: float,
+) -> Tensor:
+    """Fill ``grads`` and ``dpool``; return the chunks' sums for ``dt_bias`` and ``A_log``."""
+    num_chunks, H, K, V = s.h.shape
+    BT = s.Aqk.shape[2]
+    sizes = {"H": H, "K": K, "V": V, "BT": BT}
+    size = num_chunks * BT * H
+    do_tile, dv = _output_gradient(do, s, t)
+    d = _ScanGradients(
+        do=do_tile,
+        dv=dv,
+        dv_new=torch.empty_like(dv),
+        dh=torch.empty_like(s.h),
+        dpool=dpool,
+        dinit=dpool.new_empty((max((r.num_starts for r in t.rounds), default=0), H, K, V)),
+    )
+    values, keys = (launch(name, s.h, K=K, V=V) for name in ("chunk_backward_values", "chunk_backward_keys"))
+    copies = [x.new_empty((t.num_copies, *x.shape[1:]), dtype=torch.float32) for x in grads]
+    dA = [s.Akk.new_empty(s.Akk.shape, dtype=torch.float32 if keys["WIDE"] else s.Akk.dtype) for _ in range(2)]
+    dq, dk = torch.empty_like(s.g), torch.empty_like(s.g)
+    db_part = s.row.new_empty((1 + K // keys["BK"], BT * num_chunks, H))
+    part = s.row.new_empty((2, num_chunks, H, K))
+    ranges = _chunk_ranges(t, num_chunks)
+    scans = _Scans(dpool.device, len(ranges) > 1)
+    # The scans do not depend on the gradients of their chunks' inputs: all are queued first.
+    done = [scans.run(functools.partial(_scan_backward, s, d, t, rounds)) for rounds, _ in reversed(ranges)]
+    for (_, chunks), scan in zip(reversed(ranges), done):
+        scans.wait(scan)
+        count = chunks.stop - chunks.start
+        chunk_backward_values[(count * H,)](
+            inputs[1],
+            inputs[2],
+            t.packed_row_S,
+            t.copy_slot_S,
+            s.g,
+            s.row,
+            s.Akk,
+            s.h,
+            s.v_new,
+            d.do,
+            d.dv_new,
+            grads[2],
+            copies[2],
+            *dA,
+            db_part,
+            size,
+            chunks.start * H,
+            **sizes,
+            **values,
+        )
+        programs = H * (K // keys["BK"])
+        chunk_backward_keys[(count * programs,)](
+            *inputs[:2],
+            *inputs[3:],
+            t.packed_row_S,
+            t.copy_slot_S,
+            s.g,
+            s.row,
+            s.Akk,
+            s.h,
+            s.v_new,
+            d.do,
+            d.dh,
+            d.dv_new,
+            *dA,
+            dq,
+            dk,
+            grads[3],
+            copies[3],
+            db_part,
+            part,
+            lower_bound,
+            K**-0.5,
+            size,
+            chunks.start * programs,
+            **sizes,
+            BC=BLOCK_ROWS,
+            **keys,
+        )
+    options = launch("chunk_backward_norms", s.h, K=K, V=V)
+    chunk_backward_norms[(num_chunks * H * (BT // options["BS"]),)](
+        *inputs[:2],
+        t.packed_row_S,
+        t.copy_slot_S,
+        s.row,
+        dq,
+        dk,
+        db_part,
+        *(grads[i] for i in (0, 1, 4)),
+        *(copies[i] for i in (0, 1, 4)),
+        size,
+        H=H,
+        K=K,
+        BT=BT,
+        ND=db_part.shape[0],
+        **options,
+    )
+    if num_shared := t.shared_row_D.shape[0]:
+        fan_in_copies[(num_shared * H,)](*copies, *grads, t.shared_row_D, t.shared_ptr_D1, H=H, K=K, V=V, num_warps=1)
+    return part
+
+
 @torch.library.custom_op(
     "harts_titan::kda_backward",
     mutates_args=(),
@@ -474,7 +496,7 @@ def _(q, k, v, f, b, A_log, dt_bias, external, tables, chunk_size, lower_bound):
 )
 def _kda_backward(q, k, v, f, b, A_log, dt_bias, external, saved, do, dexported, tables, chunk_size, lower_bound):
     """Gradients of the eight differentiable inputs of ``kda_forward``."""
-    t, s = _unpack(tables, chunk_size), _Saved(*saved)
+    t, s = unpack(tables, chunk_size), _Saved(*saved)
     (H, K), V = q.shape[1:], v.shape[-1]
     num_slots, num_external = t.packed_row_S.shape[0], external.shape[0]
     dpool = external.new_zeros((num_external + t.num_exports, H, K, V))
@@ -483,94 +505,15 @@ def _kda_backward(q, k, v, f, b, A_log, dt_bias, external, saved, do, dexported,
     if not num_slots:
         zeros = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, f, b, A_log, dt_bias)]
         return (*zeros, dpool[:num_external])
-    sizes = {"H": H, "K": K, "V": V, "BT": chunk_size}
-    programs = num_slots // chunk_size * H
     with _device_of(q):
-        do_tile, dv = _output_gradient(do, s, t)
-        dh, dv = _scan_backward(s, do_tile, dv, dpool, t)
         inputs = [x.contiguous() for x in (q, k, v, f, A_log, dt_bias)]
         grads = [x.new_empty(x.shape) for x in (q, k, v, f, b)]
-        copies = [x.new_empty((t.num_copies, *x.shape[1:]), dtype=torch.float32) for x in grads]
-        part = s.row.new_empty((2, num_slots // chunk_size, H, K))
-        options = launch("chunk_backward_keys", s.h, K=K, V=V)
-        dA = [s.Akk.new_empty(s.Akk.shape, dtype=torch.float32 if options["WIDE"] else q.dtype) for _ in range(2)]
-        db_part = s.row.new_empty((1 + K // options["BK"], num_slots, H))
-        size = num_slots * H
-        chunk_backward_values[(programs,)](
-            inputs[1],
-            inputs[2],
-            t.packed_row_S,
-            t.copy_slot_S,
-            s.g,
-            s.row,
-            s.Akk,
-            s.h,
-            s.v_new,
-            do_tile,
-            dv,
-            grads[2],
-            copies[2],
-            *dA,
-            db_part,
-            size,
-            **sizes,
-            **launch("chunk_backward_values", s.h, K=K, V=V),
-        )
-        dq, dk = torch.empty_like(s.g), torch.empty_like(s.g)
-        chunk_backward_keys[(programs * (K // options["BK"]),)](
-            *inputs[:2],
-            *inputs[3:],
-            t.packed_row_S,
-            t.copy_slot_S,
-            s.g,
-            s.row,
-            s.Akk,
-            s.h,
-            s.v_new,
-            do_tile,
-            dh,
-            dv,
-            *dA,
-            dq,
-            dk,
-            grads[3],
-            copies[3],
-            db_part,
-            part,
-            lower_bound,
-            K**-0.5,
-            size,
-            **sizes,
-            BC=BLOCK_ROWS,
-            **options,
-        )
-        options = launch("chunk_backward_norms", s.h, K=K, V=V)
-        chunk_backward_norms[(programs * (chunk_size // options["BS"]),)](
-            *inputs[:2],
-            t.packed_row_S,
-            t.copy_slot_S,
-            s.row,
-            dq,
-            dk,
-            db_part,
-            *(grads[i] for i in (0, 1, 4)),
-            *(copies[i] for i in (0, 1, 4)),
-            size,
-            H=H,
-            K=K,
-            BT=chunk_size,
-            ND=db_part.shape[0],
-            **options,
-        )
-        if num_shared := t.shared_row_D.shape[0]:
-            fan_in_copies[(num_shared * H,)](
-                *copies, *grads, t.shared_row_D, t.shared_ptr_D1, H=H, K=K, V=V, num_warps=1
-            )
+        part = _run_backward(inputs, grads, s, do, dpool, t, lower_bound)
         ddt_bias, dA_log = part.sum(1)
     return *grads, dA_log.sum(-1).to(A_log.dtype), ddt_bias.to(dt_bias.dtype), dpool[:num_external]
 
 
-def _output_gradient(do: Tensor | None, s: _Saved, t: _Index) -> tuple[Tensor, Tensor]:
+def _output_gradient(do: Tensor | None, s: _Saved, t: Index) -> tuple[Tensor, Tensor]:
     """``dO`` as tiles, and ``P^T dO``."""
     if do is None:
         return torch.zeros_like(s.v_new), torch.zeros_like(s.v_new)
@@ -579,7 +522,7 @@ def _output_gradient(do: Tensor | None, s: _Saved, t: _Index) -> tuple[Tensor, T
     BT = s.Aqk.shape[2]
     options = launch("chunk_output_gradient", s.h, K=K, V=V)
     chunk_output_gradient[(s.h.shape[0] * H * (V // options["BV"]),)](
-        do.contiguous(), s.Aqk, do_tile, dv, t.own_row_S, H=H, V=V, BT=BT, **options
+        do.contiguous(), s.Aqk, do_tile, dv, t.own_row_S, 0, H=H, V=V, BT=BT, **options
     )
     return do_tile, dv
 
