@@ -26,7 +26,7 @@ class KDATables(NamedTuple):
     index_I: Tensor
     """int64 on the device; ``unpack`` cuts it."""
     header_J: Tensor
-    """int64 on the host: Q, F, M, D, N, chunks of the first round, then one ``Round`` after another."""
+    """int64 on the host: Q, F, M, D, N, chunks of the first round, rounds, then one ``Round`` after another."""
     packed_row_S: Tensor
     """int64: path row of every slot, -1 = padding at the end of a sequence."""
     kept_T: Tensor
@@ -78,7 +78,9 @@ class Round(NamedTuple):
 
 # Tables start at multiples of 16 int64: Triton compiles kernels anew for pointers of another alignment.
 _ALIGN = 16
-_HEADER = 6
+_HEADER = 7
+# Length of the header in steps of an unlikely size: it must not look like a head count or width to torch.compile.
+_HEADER_STEP = 251
 
 
 def prepare_tables(sequences: PackedSequences) -> KDATables:
@@ -131,10 +133,13 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
         shared_row.size,
         int(shared_ptr[-1]),
         sequences.chunk_offset_host[rounds[0].num_sequences] if rounds else 0,
+        len(rounds),
+        *(value for r in rounds for value in r),
     ]
+    header += [0] * (-len(header) % _HEADER_STEP)
     tables = KDATables(
         to_device(np.concatenate(pieces), device),
-        torch.tensor([*header, *(value for r in rounds for value in r)], dtype=torch.int64),
+        torch.tensor(header, dtype=torch.int64),
         to_device(packed_row, device),
         sequences.kept_T,
         torch.tensor(sequences.export_sequence_host, dtype=torch.int64),
@@ -166,11 +171,11 @@ def unpack(tables: list[Tensor], chunk_size: int) -> Index:
     """Cut the tables of a call; ``tables`` are the fields of :class:`KDATables`."""
     t = KDATables(*tables)
     header = t.header_J.tolist()
-    Q, F, M, D, N, first_chunks = header[:_HEADER]
+    Q, F, M, D, N, first_chunks, num_rounds = header[:_HEADER]
     S = t.packed_row_S.shape[0]
     views, at = [], 0
     for size in (S, S, Q + 1, Q, Q, S // chunk_size + Q, F, F + 1, M, D, D + 1):
         views.append(t.index_I[at : at + size])
         at += -(-size // _ALIGN) * _ALIGN
-    rounds = [Round(*header[i : i + 5]) for i in range(_HEADER, len(header), 5)]
+    rounds = [Round(*header[_HEADER + 5 * i : _HEADER + 5 * i + 5]) for i in range(num_rounds)]
     return Index._make([*views, t.packed_row_S, t.kept_T, N, t.export_sequence_E.shape[0], first_chunks, rounds])
