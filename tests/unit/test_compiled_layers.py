@@ -23,7 +23,8 @@ from harts_titan.ops.untraced import UntracedOp, plan_handle  # noqa: E402
 from harts_titan.parallel.compiling import GRAPHS_PER_KIND, compile_layers  # noqa: E402
 from harts_titan.parallel.fsdp import set_last_backward  # noqa: E402
 
-ARGS = small_args(n_layers=5)
+# One layer of each kind, and a second one of the first two.
+ARGS = small_args(n_layers=4, layer_group_size=2, n_dense_layers=1)
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +63,10 @@ def inputs_of(name: str) -> TreeInputs:
     return TreeInputs.from_layout(layout)
 
 
-def training(model: Ling, name: str, between=lambda: None) -> dict[str, torch.Tensor]:
+def training(model: Ling, name: str, between=lambda: None, keep: bool = False) -> dict[str, torch.Tensor]:
     """Outputs and gradients of one call; the inputs are not kept."""
-    model.zero_grad(set_to_none=True)
+    if not keep:
+        model.zero_grad(set_to_none=True)
     set_last_backward(model, True)
     output = model(inputs_of(name))
     weight_S = torch.cos(torch.arange(len(output.logprob_S)))
@@ -87,7 +89,7 @@ def compiled(model: Ling, backend: str = "aot_eager") -> Ling:
     return model
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_two_graphs_per_kind_of_layer_serve_every_plan(recompute):
     model = build(ARGS, torch.float32)
     model.recompute_layers = recompute
@@ -98,6 +100,8 @@ def test_two_graphs_per_kind_of_layer_serve_every_plan(recompute):
     compiled(model)
     for name in PLANS:
         assert_equal(training(model, name), expected[name], name)
+    # A second microbatch finds gradients.
+    training(model, "many", keep=True)
     # fullgraph=True: a graph break would have been an error.
     assert counters["stats"]["unique_graphs"] == 3
     for name in PLANS:
@@ -106,6 +110,7 @@ def test_two_graphs_per_kind_of_layer_serve_every_plan(recompute):
     assert counters["stats"]["unique_graphs"] == 3 * GRAPHS_PER_KIND
 
 
+@pytest.mark.slow
 def test_a_compiled_recomputation_repeats_the_choice_of_experts():
     model = build(ARGS, torch.float32)
     expected = training(model, "many")
@@ -118,15 +123,17 @@ def test_a_compiled_recomputation_repeats_the_choice_of_experts():
     assert_equal(training(model, "many", disturb), expected, "biases changed between forward and recomputation")
 
 
+@pytest.mark.slow
 def test_clamped_layers_of_many_kinds_stay_below_the_limit_of_graphs():
     limits = tuple(0.01 * i for i in range(8))
-    args = small_args(n_layers=8, expert_swiglu_limits=limits, shared_swiglu_limits=limits)
+    args = small_args(n_layers=8, layer_group_size=2, expert_swiglu_limits=limits, shared_swiglu_limits=limits)
     model = build(args, torch.float32)
     expected = training(model, "many")
     assert len(model.layer_kinds()) == 8
     assert_equal(training(compiled(model), "many"), expected, "eight kinds")
 
 
+@pytest.mark.slow
 def test_bfloat16():
     model = build(ARGS).to(torch.bfloat16)
     model.recompute_layers = True
@@ -141,6 +148,7 @@ def single_rank(tmp_path):
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_sharded_layers(single_rank, mode):
     dims = ParallelDims(dp_replicate=1, dp_shard=1, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=1)

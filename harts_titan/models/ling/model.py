@@ -84,6 +84,8 @@ class TransformerBlock(nn.Module):
         else:
             if topk_TA is None and self.moe_enabled:
                 topk_TA = inputs.position_T.new_full((x_TD.shape[0], self.top_k), -1)
+            # Sharding hooks hand over a view in one execution and not in the other, which would be two graphs.
+            x_TD = x_TD.view_as(x_TD)
             out = self.compiled_rows(x_TD, inputs, rope, topk_TA, self.attention.outer_parameters())
             if out[0].requires_grad:
                 # The graph knows the inputs by their handle only and must keep them for its backward pass.
