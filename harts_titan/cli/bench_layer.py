@@ -124,7 +124,7 @@ def measure_stage(
     warmup: int,
     ceilings: Mapping[str, Any],
     chunk_size: int,
-    with_breakdown: bool,
+    profiled: Sequence[str],
 ) -> dict[str, Any]:
     """Time one kind of layer in every mode: ``modes`` by mode and pass, and ``ratios`` by pass."""
     passes: dict[str, Callable[[_Calls], None]] = {
@@ -144,7 +144,7 @@ def measure_stage(
             medians[mode], executed[mode] = entry["seconds_median"], flops.executed
             entry |= {"flops": flops.report()} | bench_options.speeds(flops, medians[mode], ceilings)
             entry["peak_memory_bytes"] = _peak(once, stage.device)
-            if with_breakdown:
+            if mode in profiled:
                 entry["breakdown"] = breakdown(once, stage.device)
                 entry["elementwise"] = _elementwise(stage, one.work, entry, ceilings, backward=name != "forward")
             out["modes"][mode][name] = entry
@@ -188,7 +188,7 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = _parser().parse_known_args(argv)
     common.check_target(options.json, "--json")
     modes = bench_options.read_modes(options)
-    repeats = bench_options.read_repeats(options, modes)
+    repeats, profiled = bench_options.read_repeats(options, modes), bench_options.read_breakdown(options, modes)
     bench_workload.check_workload_options(options)
     config = load_config(options.config, [*common.config_overrides(options), *overrides])
     args = model_args_of(config)
@@ -202,20 +202,7 @@ def main(argv: Sequence[str]) -> int:
     ceilings = measure_ceilings(device)
     calls = {mode: _calls_of(workload.batch, mode, config, args, device) for mode in modes}
     num_rows = max(inputs.num_rows for one in calls.values() for inputs in one.inputs)
-    found = {}
-    for kind in tqdm(kinds, desc="bench", unit="kind"):
-        found[kind] = measure_stage(
-            _Stage(kind, args, config, device, num_rows),
-            calls,
-            repeats=repeats,
-            warmup=options.warmup,
-            ceilings=ceilings,
-            chunk_size=config.tree.chunk_size,
-            with_breakdown=not options.no_breakdown,
-        )
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    result = {
+    result: dict[str, Any] = {
         "command": "layer",
         "arguments": bench_options.arguments(argv),
         "config": options.config,
@@ -223,6 +210,8 @@ def main(argv: Sequence[str]) -> int:
         "compute_dtype": config.training.mixed_precision_param,
         "capacity": config.tree.max_tokens,
         "chunk_size": config.tree.chunk_size,
+        "compiled": config.compile.enable,
+        "ops": vars(config.ops),
         "warmup": max(1, options.warmup),
         "workload": workload.report(),
         **bench_options.environment(device, device_name(device)),
@@ -231,8 +220,21 @@ def main(argv: Sequence[str]) -> int:
             mode: vars(one.work) | {"calls": len(one.inputs), "rounds_max": one.num_rounds}
             for mode, one in calls.items()
         },
-        "kinds": found,
+        "kinds": {},
     }
+    for kind in tqdm(kinds, desc="bench", unit="kind"):
+        result["kinds"][kind] = measure_stage(
+            _Stage(kind, args, config, device, num_rows),
+            calls,
+            repeats=repeats,
+            warmup=options.warmup,
+            ceilings=ceilings,
+            chunk_size=config.tree.chunk_size,
+            profiled=profiled,
+        )
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        bench_options.write_early(result, options)
     common.write_json(result, options.json)
     common.table("harts-bench layer", _rows(result), to_stderr=options.json == "-")
     return 0

@@ -37,7 +37,11 @@ def add_bench_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--warmup", type=int, default=1, metavar="N", help="untimed runs per mode (default %(default)s)"
     )
-    parser.add_argument("--no-breakdown", action="store_true", help="do not run once more per mode under the profiler")
+    parser.add_argument(
+        "--breakdown",
+        metavar="MODES",
+        help="modes that run once more under the profiler, separated by commas, or 'none' (default: all)",
+    )
     common.add_common_options(parser)
 
 
@@ -54,6 +58,21 @@ def read_modes(options: argparse.Namespace) -> tuple[str, ...]:
     if not modes:
         raise ValueError(f"--modes names no mode; choose from {', '.join(MODES)}")
     return tuple(dict.fromkeys(modes))
+
+
+def read_breakdown(options: argparse.Namespace, modes: Sequence[str]) -> tuple[str, ...]:
+    """Return the modes to run under the profiler.
+
+    Raises:
+        ValueError: If one does not run.
+    """
+    if options.breakdown is None:
+        return tuple(modes)
+    chosen = () if options.breakdown == "none" else tuple(mode for mode in options.breakdown.split(",") if mode)
+    for mode in chosen:
+        if mode not in modes:
+            raise ValueError(f"--breakdown: '{mode}' is not among --modes {','.join(modes)}; or 'none'")
+    return chosen
 
 
 def read_repeats(options: argparse.Namespace, modes: Sequence[str]) -> dict[str, int]:
@@ -92,6 +111,12 @@ def arguments(argv: Sequence[str]) -> list[str]:
         else:
             kept.append(argument)
     return kept
+
+
+def write_early(result: dict[str, Any], options: argparse.Namespace) -> None:
+    """Write what has been measured so far to the file of ``--json``: a long run that fails later keeps it."""
+    if options.json != "-":
+        common.write_json(result, options.json)
 
 
 def environment(device: torch.device, name: str) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = _parser().parse_known_args(argv)
     common.check_target(options.json, "--json")
     modes = bench_options.read_modes(options)
-    repeats = bench_options.read_repeats(options, modes)
+    repeats, profiled = bench_options.read_repeats(options, modes), bench_options.read_breakdown(options, modes)
     bench_workload.check_workload_options(options)
     config = load_config(options.config, [*common.config_overrides(options), *overrides])
     if config.rl.mini_batches != 1:
@@ -123,7 +123,7 @@ def main(argv: Sequence[str]) -> int:
             f"rl.mini_batches ({config.rl.mini_batches}) cuts the trajectories into several optimizer steps, whose "
             "operations are not counted; set it to 1"
         )
-    # Before the model is built: reading and placing a large step may be refused, and the ceilings need memory.
+    # Before the model is built: reading and placing a large step may be refused.
     workload = bench_workload.load_workload(options, config, vocab_size=model_args_of(config).vocab_size)
     engine = Engine.from_config(config)
     ceilings = measure_ceilings(engine.device)
@@ -136,13 +136,14 @@ def main(argv: Sequence[str]) -> int:
             one["flops"] = count.report()
             one |= bench_options.speeds(count, one["seconds_median"], ceilings)
         one["work"] = vars(work[mode])
-        if not options.no_breakdown:
-            engine.config.tree.mode = mode
-            one["breakdown"] = breakdown(lambda: engine.update(workload.batch), engine.device)
     result = report(argv, options, engine, workload) | {"ceilings": ceilings, "modes": figures}
     medians = {mode: one["seconds_median"] for mode, one in figures.items()}
     executed = {mode: count.executed for mode, count in flops.items() if count is not None}
     result["ratios"] = bench_options.ratios(medians, executed)
+    bench_options.write_early(result, options)
+    for mode in profiled:
+        engine.config.tree.mode = mode
+        figures[mode]["breakdown"] = breakdown(lambda: engine.update(workload.batch), engine.device)
     common.write_json(result, options.json)
     common.table("harts-bench update", _rows(result), to_stderr=options.json == "-")
     return 0
@@ -164,6 +165,8 @@ def report(
         "objective": config.rl.objective,
         "capacity": config.tree.max_tokens,
         "chunk_size": config.tree.chunk_size,
+        "compiled": config.compile.enable,
+        "ops": vars(config.ops),
         "warmup": options.warmup,
         "workload": workload.report(),
         **bench_options.environment(engine.device, device_name(engine.device)),

@@ -19,7 +19,8 @@ MODES = "expanded,nodewise,depthwise,compact"
 
 UPDATE_KEYS = {
     "command", "arguments", "config", "model", "training_dtype", "compute_dtype", "recomputation", "objective",
-    "capacity", "chunk_size", "warmup", "workload", "device", "device_type", "torch", "versions", "ceilings", "modes",
+    "capacity", "chunk_size", "compiled", "ops", "warmup", "workload", "device", "device_type", "torch", "versions",
+    "ceilings", "modes",
     "ratios",
 }  # fmt: skip
 MODE_KEYS = {
@@ -60,7 +61,7 @@ def measured(tmp_path, *arguments):
 
 
 def test_update_in_every_mode(tmp_path, tree):
-    options = ["--modes", MODES, "--repeats", "1,compact=2", "--no-breakdown"]
+    options = ["--modes", MODES, "--repeats", "1,compact=2", "--breakdown", "none"]
     found = measured(tmp_path, "update", CONFIG, "--tree", tree, *options)
     assert set(found) == UPDATE_KEYS and set(found["ceilings"]) == CEILING_KEYS
     assert found["workload"] == {
@@ -96,7 +97,7 @@ def test_an_update_is_taken_apart(tmp_path, tree):
 def test_plain_call_is_update_on_rollouts(tmp_path):
     write_synthetic(tmp_path / "rollouts.parquet", trajectories=8, seed=3)
     arguments = ["--rollouts", tmp_path / "rollouts.parquet", "--limit", 4, "--modes", "compact", "expanded"]
-    found = measured(tmp_path, GRPO, *arguments, "--repeats", 1, "--warmup", 0, "--no-breakdown")
+    found = measured(tmp_path, GRPO, *arguments, "--repeats", 1, "--warmup", 0, "--breakdown", "none")
     assert found["arguments"][0] == GRPO and "--json" not in found["arguments"]
     assert found["command"] == "update" and list(found["modes"]) == ["compact", "expanded"]
     assert set(found["modes"]["compact"]) == MODE_KEYS
@@ -104,7 +105,18 @@ def test_plain_call_is_update_on_rollouts(tmp_path):
 
 
 def test_one_microbatch_of_a_step(tmp_path, step):
-    options = ["--rollouts", step, "--tree.max_tokens", 100, "--modes", "compact", "--repeats", 1, "--no-breakdown"]
+    options = [
+        "--rollouts",
+        step,
+        "--tree.max_tokens",
+        100,
+        "--modes",
+        "compact",
+        "--repeats",
+        1,
+        "--breakdown",
+        "none",
+    ]
     whole = measured(tmp_path, "update", CONFIG, *options)
     assert whole["workload"]["original_tokens"] == TOKENS and whole["modes"]["compact"]["rows_executed"] > 100
     found = measured(tmp_path, "update", CONFIG, *options, "--dp", 2, "--microbatch", 0)
@@ -113,7 +125,7 @@ def test_one_microbatch_of_a_step(tmp_path, step):
 
 
 def test_every_kind_of_layer(tmp_path, tree):
-    options = ["--modes", "compact,depthwise,expanded", "--repeats", 1, "--no-breakdown"]
+    options = ["--modes", "compact,depthwise,expanded", "--repeats", 1, "--breakdown", "none"]
     found = measured(tmp_path, "layer", CONFIG, "--tree", tree, *options)
     assert set(found) == UPDATE_KEYS - {"training_dtype", "recomputation", "objective", "modes", "ratios"} | {
         "calls",
@@ -155,6 +167,10 @@ def test_layers_are_taken_apart(tmp_path, tree):
     [
         (["update", CONFIG, "--modes", "compact,shared"], "--modes: 'shared' is no mode; choose from compact"),
         (["update", CONFIG, "--modes", ","], "--modes names no mode"),
+        (
+            ["update", CONFIG, "--breakdown", "nodewise"],
+            "--breakdown: 'nodewise' is not among --modes compact,expanded",
+        ),
         (["update", CONFIG, "--repeats", "0"], "--repeats (0)"),
         (["update", CONFIG, "--repeats", "3,nodewise=2"], "'nodewise' is not among --modes compact,expanded"),
         (["update", CONFIG, "--repeats", "3,4"], "--repeats (3,4) has two numbers without a mode"),

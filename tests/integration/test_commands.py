@@ -103,7 +103,7 @@ def test_logprobs_keep_rows_and_alignment(rollouts, tmp_path):
 @pytest.mark.slow
 def test_bench_reports_a_ratio(rollouts, tmp_path):
     out = tmp_path / "bench.json"
-    options = ("--repeats", 1, "--warmup", 0, "--no-breakdown", "--json", out)
+    options = ("--repeats", 1, "--warmup", 0, "--breakdown", "none", "--json", out)
     done = command("bench", CONFIG, "--rollouts", rollouts, *options)
     assert done.returncode == 0, done.stderr
     figures = json.loads(out.read_text())
