@@ -18,9 +18,16 @@ from harts_titan.models.ling.cost import (
     ling_plan_cost,
     row_operations,
 )
-from harts_titan.models.ling.flops import CallWork, count_flops, ling_flops, work_of_calls
+from harts_titan.models.ling.flops import (
+    CallWork,
+    count_flops,
+    expanded_work,
+    ling_flops,
+    work_of_calls,
+    work_of_plan,
+)
 from harts_titan.ops.kda.reference import GROUP_ROWS
-from harts_titan.tree import MODES
+from harts_titan.tree import MODES, plan_step
 
 REPLAYED = CHUNK // 2
 
@@ -107,8 +114,35 @@ def test_parts_and_totals():
     assert alone.executed == sum(flops.forward.values()) + 4 * one.core
 
 
-def test_a_plan_is_counted_from_its_calls():
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dp_degree", [1, 2])
+def test_a_plan_is_counted_without_its_rows(mode, dp_degree):
+    tokens, offsets = rollouts(2)
+    options = {"capacity": 90, "chunk_size": CHUNK, "dp_degree": dp_degree, "mode": mode}
+    laid_out = plan_step(tokens, offsets, **options)
+    calls = [call for consumer in laid_out.consumers() for call in consumer.calls]
+    plan = plan_step(tokens, offsets, **options, replicas=())
+    assert work_of_plan(plan) == work_of_calls(calls)
     args = small_args()
-    calls = calls_of(*rollouts(0), "compact")
-    flops = ling_flops(args, calls, chunk_size=CHUNK, recompute=False)
-    assert flops == count_flops(work_of_calls(calls), row_operations(args, chunk_size=CHUNK), recompute=False)
+    planned, expanded = ling_flops(args, plan, offsets, recompute=True)
+    one = row_operations(args, chunk_size=CHUNK)
+    assert planned == count_flops(work_of_calls(calls), one, recompute=True)
+    assert (planned == expanded) == (mode == "expanded")
+    assert planned.model <= expanded.model
+    assert expanded_work(offsets).pairs == sum(n * (n + 1) // 2 for n in np.diff(offsets).tolist())
+
+
+@pytest.mark.parametrize("mode", ["compact", "depthwise"])
+def test_windows_move_rows_and_keep_the_head(mode):
+    """Consumers and producers together: fewer rows, the head still on complete layouts."""
+    trunk = np.arange(60)
+    made = [np.concatenate([trunk, [n], np.arange(20)]) for n in range(8)]
+    tokens, offsets = np.concatenate(made).astype(np.int32), np.arange(9) * 81
+    options = {"capacity": 120, "chunk_size": CHUNK, "mode": mode}
+    plan = plan_step(tokens, offsets, **options, windows=True, max_window_slots=0)
+    assert plan.stats.num_producers > 0
+    work = work_of_plan(plan)
+    consumers = work_of_calls([consumer.calls[0] for consumer in plan.consumers()])
+    producers = work_of_calls([producer.call for producer in plan.producers()])
+    assert replace(work, head_rows=0) == replace(consumers + producers, head_rows=0)
+    assert work.head_rows == consumers.head_rows == plan.stats.compact_tokens > work.rows

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from harts_titan.models.ling.config import LingArgs
 from harts_titan.models.ling.cost import AGAIN, BACKWARD, RowOperations, row_operations
-from harts_titan.tree.call_layout import CallLayout
+from harts_titan.tree import CallLayout, StepPlan
 
 PARTS = tuple(f.name for f in fields(RowOperations))
 
@@ -49,6 +51,28 @@ def work_of_calls(calls: Iterable[CallLayout]) -> CallWork:
         pairs = int((call.position_T + 1).sum())
         work += CallWork(call.num_rows, call.packed_row_P.shape[0], pairs, call.num_rows + call.num_external_rows)
     return work
+
+
+def work_of_plan(plan: StepPlan) -> CallWork:
+    """Count what all replicas of a plan execute, producers included, whether their rows are laid out or not."""
+    items = plan.items
+    start_G, length_G = items["segment_start_G"], items["segment_length_G"]
+    rows = int(length_G.sum())
+    # A row at position p sees p + 1 tokens.
+    pairs = int((length_G * start_G + length_G * (length_G + 1) // 2).sum())
+    head_rows = rows if plan.mode == "expanded" else plan.stats.compact_tokens
+    return CallWork(rows, rows + int(items["segment_replay_G"].sum()), pairs, head_rows)
+
+
+def expanded_work(offsets: np.ndarray) -> CallWork:
+    """Count what mode ``expanded`` executes of trajectories, however they are placed.
+
+    Args:
+        offsets: int64 (N+1,) their bounds.
+    """
+    length_N = np.diff(offsets)
+    tokens = int(length_N.sum())
+    return CallWork(tokens, tokens, int((length_N * (length_N + 1) // 2).sum()), tokens)
 
 
 @dataclass(frozen=True)
@@ -111,13 +135,24 @@ def count_flops(
     return Flops(forward, gradient, replay, again)
 
 
-def ling_flops(args: LingArgs, calls: Iterable[CallLayout], *, chunk_size: int, recompute: bool) -> Flops:
-    """Count forward and backward of a model on the calls of a plan.
+def ling_flops(
+    args: LingArgs, plan: StepPlan, offsets: np.ndarray, *, recompute: bool, passes: int = 1
+) -> tuple[Flops, Flops]:
+    """Count forward and backward of a step as planned, and with every trajectory on its own: both sides of a ratio.
 
     Args:
         args: the architecture.
-        calls: of the consumers, in any mode.
-        chunk_size: tokens in a chunk of the linear-attention kernel.
+        plan: of the step, in any mode.
+        offsets: int64 (N+1,) bounds of its trajectories.
         recompute: as for :func:`count_flops`.
+        passes: likewise.
+
+    Returns:
+        Operations over all replicas: of the plan, and of mode ``expanded``.
     """
-    return count_flops(work_of_calls(calls), row_operations(args, chunk_size=chunk_size), recompute=recompute)
+    one = row_operations(args, chunk_size=plan.chunk_size)
+    planned, expanded = work_of_plan(plan), expanded_work(offsets)
+    return (
+        count_flops(planned, one, recompute=recompute, passes=passes),
+        count_flops(expanded, one, recompute=recompute, passes=passes),
+    )
