@@ -45,6 +45,7 @@ from harts_titan.rl import (
     build_objective,
     merge_metrics,
     metric_values,
+    metrics_on_host,
     position_advantages,
 )
 from harts_titan.step import Step, StepResult, StepRunner, figure
@@ -448,11 +449,14 @@ class Engine:
         with record_function("harts::optimizer"):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             grad_norm = dist_utils.clip_grad_norm_(parameters, self.config.training.max_norm, foreach=True)
-            metrics = all_reduce_metrics(result.metrics, self.dp_group) if self.dp_degree > 1 else result.metrics
-            self._check_finite(step, result, metrics, float(grad_norm))
+            # The first time that the host waits for the device: the step is taken only if everything is finite.
+            metrics = metrics_on_host(result.metrics | {"grad_norm": figure("mean", grad_norm)})
+            norm = {"grad_norm": metrics.pop("grad_norm")}
+            metrics = all_reduce_metrics(metrics, self.dp_group) if self.dp_degree > 1 else metrics
+            metrics |= norm
+            self._check_finite(step, result, metrics)
             self.optimizers.step()
             metrics |= self._apply_expert_counts(result.counts_LE)
-        metrics["grad_norm"] = figure("mean", grad_norm)
         metrics["time/step_seconds"] = figure("sum", time.perf_counter() - started)
         return metrics
 
@@ -471,8 +475,8 @@ class Engine:
             "router/expert_load_mean_of_max": figure("mean", load_L.mean()),
         }
 
-    def _check_finite(self, step: Step, result: StepResult, metrics: dict[str, Metric], grad_norm: float) -> None:
-        loss = metrics["loss"].result()
+    def _check_finite(self, step: Step, result: StepResult, metrics: dict[str, Metric]) -> None:
+        loss, grad_norm = metrics["loss"].result(), metrics["grad_norm"].result()
         terms = [loss, *(m.result() for name, m in metrics.items() if name.startswith("router/"))]
         if np.isfinite(grad_norm) and all(np.isfinite(terms)):
             return

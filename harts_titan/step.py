@@ -72,6 +72,17 @@ class _Consumer:
 CallObserver = Callable[[CallLayout, Any], None]
 
 
+@dataclass
+class _Launched:
+    """What the microbatches of a step have left on the device; nothing of it has been waited for."""
+
+    layouts: list[CallLayout]
+    logprobs: list[Tensor] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: list[dict[str, Metric]] = field(default_factory=list)
+    counts_LE: Tensor | None = None
+
+
 class StepRunner:
     """Runs the microbatches of one replica.
 
@@ -109,12 +120,19 @@ class StepRunner:
             backward: also compute the objective and its gradients.
             observer: called with every call's layout and model output (for comparisons and tests).
         """
+        launched = self.launch(step, backward=backward, observer=observer)
+        size = step.totals.positions
+        return StepResult(
+            _in_step_order(launched.layouts, launched.logprobs, size),
+            _in_step_order(launched.layouts, launched.losses, size),
+            merge_metrics(launched.metrics),
+            launched.counts_LE,
+        )
+
+    def launch(self, step: Step, *, backward: bool, observer: CallObserver | None = None) -> _Launched:
+        """Queue a step's microbatches; the host waits for the device nowhere in here. Arguments as :meth:`run`."""
         consumers = [step.plan.consumer(self.dp_rank, slot).calls for slot in range(step.plan.num_slots)]
-        layouts = [layout for calls in consumers for layout in calls]
-        result = StepResult()
-        logprobs: list[Tensor] = []
-        losses: list[Tensor] = []
-        parts: list[dict[str, Metric]] = []
+        launched = _Launched([layout for calls in consumers for layout in calls])
         with contextlib.nullcontext() if backward else torch.no_grad():
             for calls in consumers:
                 consumer = _Consumer(calls, sum(call.num_positions for call in calls))
@@ -124,23 +142,17 @@ class StepRunner:
                     with record_function("harts::inputs"):
                         inputs = TreeInputs.from_layout(layout, self.device, self.backends)
                     if backward:
-                        set_last_backward(self.model, len(logprobs) == len(layouts) - 1)
+                        set_last_backward(self.model, len(launched.logprobs) == len(launched.layouts) - 1)
                     with record_function("harts::forward"):
                         output = self.model(inputs)
-                    logprobs.append(output.logprob_S.detach())
+                    launched.logprobs.append(output.logprob_S.detach())
                     if backward:
-                        metrics, loss_S = self._backward(step, consumer, layout, inputs, output, result)
-                        parts.append(metrics)
-                        losses.append(loss_S)
+                        self._backward(step, consumer, layout, inputs, output, launched)
                     if observer is not None:
                         observer(layout, output)
                 if consumer.late is not None:
-                    parts.append(self._late_balance(step, consumer, *consumer.late))
-        # Read after the last launch: the device is never waited for between calls.
-        result.metrics = merge_metrics(parts)
-        result.logprob_S = _in_step_order(layouts, logprobs, step.totals.positions)
-        result.loss_S = _in_step_order(layouts, losses, step.totals.positions)
-        return result
+                    launched.metrics.append(self._late_balance(step, consumer, *consumer.late))
+        return launched
 
     def _backward(
         self,
@@ -149,10 +161,11 @@ class StepRunner:
         layout: CallLayout,
         inputs: TreeInputs,
         output: Any,
-        result: StepResult,
-    ) -> tuple[dict[str, Metric], Tensor]:
+        launched: _Launched,
+    ) -> None:
         with record_function("harts::objective"):
-            positions = step.positions.take(layout.source_position_S, layout.position_offset_N1).to(self.device)
+            positions = step.positions.take(layout.source_position_S, layout.position_offset_N1)
+            positions = positions.to(self.device, non_blocking=True)
             entropy_S = output.entropy_T[inputs.row_of_position_S]
             if not self.objective.needs_entropy:
                 entropy_S = entropy_S.detach()
@@ -160,7 +173,7 @@ class StepRunner:
             loss, metrics = objective.loss, dict(objective.metrics)
             if output.router:
                 counts_LE = expert_counts(output.router, inputs.multiplicity_T)
-                result.counts_LE = counts_LE if result.counts_LE is None else result.counts_LE + counts_LE
+                launched.counts_LE = counts_LE if launched.counts_LE is None else launched.counts_LE + counts_LE
                 z, balance_loss = self._router_losses(step, consumer, inputs, output.router)
                 loss = loss + self.moe.z_loss_coef * z + self.moe.load_balance_coef * balance_loss
                 metrics["router/z_loss"] = figure("sum", z, layout.num_positions)
@@ -173,7 +186,8 @@ class StepRunner:
                     consumer.late = (counts_LE, mass_LE, output.router[0].topk_TA.shape[1])
         with record_function("harts::backward"):
             loss.backward()
-        return metrics, objective.loss_S
+        launched.metrics.append(metrics)
+        launched.losses.append(objective.loss_S)
 
     def _router_losses(self, step: Step, consumer: _Consumer, inputs: TreeInputs, router: Any) -> tuple[Tensor, Tensor]:
         """Return this call's share of the step's z-loss and load-balancing loss (HARTS 3.5).
@@ -225,8 +239,7 @@ def _in_step_order(layouts: list[CallLayout], values: list[Tensor], size: int) -
     if not values:
         return torch.zeros(size)
     out = torch.zeros(size, dtype=values[0].dtype)
-    for layout, value_S in zip(layouts, values, strict=True):
-        out[layout.source_position_S] = value_S.cpu()
+    out[torch.cat([layout.source_position_S for layout in layouts])] = torch.cat(values).cpu()
     return out
 
 

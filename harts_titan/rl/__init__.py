@@ -3,7 +3,7 @@
 from harts_titan.rl.advantages import position_advantages, trajectory_advantages
 from harts_titan.rl.config import ObjectiveConfig
 from harts_titan.rl.kl import kl_estimate
-from harts_titan.rl.metrics import Metric, all_reduce_metrics, merge_metrics, metric_values
+from harts_titan.rl.metrics import Metric, all_reduce_metrics, merge_metrics, metric_values, metrics_on_host
 from harts_titan.rl.objective import Objective, ObjectiveOutput, build_objective
 from harts_titan.rl.positions import PositionBatch, StepTotals
 from harts_titan.rl.registry import PolicyTerm, objective_names, register_objective
@@ -21,6 +21,7 @@ __all__ = [
     "kl_estimate",
     "merge_metrics",
     "metric_values",
+    "metrics_on_host",
     "objective_names",
     "position_advantages",
     "register_objective",

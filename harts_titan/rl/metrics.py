@@ -91,6 +91,25 @@ def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
     return merged
 
 
+def metrics_on_host(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Return the same metrics with CPU tensors; waits for each device once, whatever their number."""
+    tensors = [tensor for metric in metrics.values() for tensor in (metric.value, metric.count)]
+    # float64 holds every count below 2^53.
+    host: dict[int, float] = {}
+    for device in {tensor.device for tensor in tensors}:
+        there = [(i, tensor) for i, tensor in enumerate(tensors) if tensor.device == device]
+        values = torch.stack([tensor.to(torch.float64) for _, tensor in there]).tolist()
+        host.update(zip((i for i, _ in there), values))
+    return {
+        name: Metric(
+            metric.kind,
+            torch.tensor(host[2 * i], dtype=torch.float64),
+            torch.tensor(int(host[2 * i + 1]), dtype=torch.int64),
+        )
+        for i, (name, metric) in enumerate(metrics.items())
+    }
+
+
 def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
     """Read metrics as floats, leaving out figures over nothing (a batch without any trained position)."""
     return {name: m.result() for name, m in metrics.items() if m.kind == "sum" or int(m.count) > 0}

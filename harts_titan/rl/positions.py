@@ -139,8 +139,18 @@ class PositionBatch:
         )
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> PositionBatch:
-        """Return the same positions on another device."""
-        return self._map(lambda value_S: value_S.to(device, non_blocking=non_blocking))
+        """Return the same positions on another device.
+
+        Args:
+            device: Where to.
+            non_blocking: Do not wait for work queued on a CUDA device: copies are made from page-locked memory.
+        """
+        pin = non_blocking and torch.device(device).type == "cuda" and self.mask_S.device.type == "cpu"
+
+        def moved(value_S: Tensor) -> Tensor:
+            return (value_S.pin_memory() if pin else value_S).to(device, non_blocking=non_blocking)
+
+        return self._map(moved)
 
     @property
     def trained_S(self) -> Tensor:
