@@ -55,17 +55,24 @@ class Groups(NamedTuple):
     random_1: np.ndarray
 
 
-def leaves(step: SortedStep) -> tuple[np.ndarray, SortedStep]:
-    """Return the trajectories that are no prefix of the one after them.
+def leaves(step: SortedStep, group_N: np.ndarray | None = None) -> tuple[np.ndarray, SortedStep]:
+    """Return the trajectories that a search has to place: those that are no prefix of the one after them.
 
     Args:
         step: trajectories in lexicographic order.
+        group_N: int64 groups 0..K-1 that shall not become empty: the last trajectory of one that consists of such
+            prefixes alone is a leaf, too. None for no such groups.
 
     Returns:
         leaf_N: int64 leaf that each place belongs to: itself, or the first leaf after it, which it is a prefix of.
         leaves: the leaves as a step of their own; ``order_N`` holds their places in ``step``.
     """
     last_N = np.append(step.lcp_N[1:] < step.length_N[:-1], True)
+    if group_N is not None:
+        last_K = np.zeros(int(group_N.max()) + 1, np.int64)
+        last_K[group_N] = np.arange(group_N.size)
+        represented_K = np.bincount(group_N, last_N, last_K.size) > 0
+        last_N[last_K[~represented_K]] = True
     place_M = np.flatnonzero(last_N)
     lcp_M = np.minimum.reduceat(step.lcp_N, np.append(0, place_M[:-1] + 1))
     return np.cumsum(last_N) - last_N, SortedStep(place_M, step.length_N[place_M], lcp_M)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from harts_titan.tree.compiled import kernel
 from harts_titan.tree.forest import open_trie
 from harts_titan.tree.sorted_step import SortedStep
 
@@ -53,6 +54,15 @@ def lower_bound(step: SortedStep, *, capacity: int, dp_degree: int) -> int:
     return int(rows)
 
 
+@kernel
+def copies(below, end, capacity):
+    """Return in how many microbatches a node that ends at ``end`` is at least, for ``below`` rows beneath it: a float.
+
+    The quotient is a fraction of at most ``capacity`` parts: far enough from integers for 64-bit floats.
+    """
+    return np.ceil((below + 1.0) / (capacity - end + 1.0))
+
+
 @numba.njit(cache=True)
 def _bound(end_U, parent_U, bottom_up, capacity):
     """Return the rows, the tokens of a node that all trajectories begin with, and the largest node count."""
@@ -63,7 +73,7 @@ def _bound(end_U, parent_U, bottom_up, capacity):
         if p < 0:
             continue
         length = end_U[u] - end_U[p]
-        count_U[u] = max(count_U[u], -((-below_U[u] - 1) // (capacity - end_U[u] + 1)))
+        count_U[u] = max(count_U[u], np.int64(copies(below_U[u], end_U[u], capacity)))
         rows += length * count_U[u]
         below_U[p] += below_U[u] + length
         count_U[p] = max(count_U[p], count_U[u])

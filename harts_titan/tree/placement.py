@@ -21,6 +21,7 @@ import numpy as np
 
 from harts_titan.tree.cell_packing import cut_cells, pack_cells
 from harts_titan.tree.cost import PlanCost
+from harts_titan.tree.groups import leaves
 from harts_titan.tree.levelling import deepen, fit_producer, producer_rows, shared_depths, window_levels
 from harts_titan.tree.partition import Partition
 from harts_titan.tree.placement_search import Moves, search_cells
@@ -69,20 +70,20 @@ def place_step(
     Returns:
         The placement: a function of the arguments only. Level 1's own, where no window pays.
     """
-    bearing_N = _bearing(step, partition.group_N)
-    leaves = step.select(np.flatnonzero(bearing_N))
     # A trajectory that is a prefix of the next goes where that one goes.
-    leaf_N = np.cumsum(bearing_N) - bearing_N
-    bounds = (leaves.length_N, leaves.minimum_LN, float(capacity), _pair(cost))
+    leaf_N, leaf_step = leaves(step, partition.group_N)
+    bounds = (leaf_step.length_N, leaf_step.minimum_LN, float(capacity), _pair(cost))
     num_slots = partition.num_groups // dp_degree
     balance = _BALANCE / dp_degree**0.5
 
     def finish(sizes_W: np.ndarray, cell_N: np.ndarray, label_N: np.ndarray, seed: int) -> Placement:
         consumers_C = np.tile(sizes_W, dp_degree)
+        # Cells that differ early can still end in windows of their like; in a single window they cannot.
+        first, last = (_FIRST, _LAST) if sizes_W.size > 1 else (1.0, 1.0)
         moves = Moves(
             _MOVES * cell_N.size,
-            weight=_FIRST * balance,
-            last_weight=_LAST * balance,
+            weight=first * balance,
+            last_weight=last * balance,
             heat=_HEAT,
             complete_weight=_COMPLETE,
             seed=seed,
@@ -96,7 +97,7 @@ def place_step(
     def from_groups(seed: int) -> list[Placement]:
         sizes_W = window_sizes(num_slots, max_window_slots)
         consumers_C = np.tile(sizes_W, dp_degree)
-        cell_N, label_N = _deal(partition.group_N[bearing_N], consumers_C)
+        cell_N, label_N = _deal(partition.group_N[leaf_step.order_N], consumers_C)
         swaps = Moves(_SWAPS * cell_N.size, whole=True, weight=balance, last_weight=balance, heat=_SWAP_HEAT, seed=seed)
         search_cells(cell_N, label_N, consumers_C, *bounds, swaps)
         return [finish(sizes_W, cell_N, label_N, seed)]
@@ -106,11 +107,11 @@ def place_step(
             _slots_for_cells(num_slots, max_window_slots) if scattered else num_slots, max_window_slots
         )
         consumers_C = np.tile(sizes_W, dp_degree)
-        packed = _cells_first(leaves, consumers_C, capacity=capacity, pair=_pair(cost), balance=balance, seed=seed)
+        packed = _cells_first(leaf_step, consumers_C, capacity=capacity, pair=_pair(cost), balance=balance, seed=seed)
         return [] if packed is None else [finish(sizes_W, *packed, seed)]
 
     full = int(partition.rows_K.sum()) > _FULL * capacity * partition.num_groups
-    scattered = full and leaves.num_trajectories > _MANY_LEAVES * partition.num_groups
+    scattered = full and leaf_step.num_trajectories > _MANY_LEAVES * partition.num_groups
     # The searches release the interpreter lock. The result does not depend on which thread ends first.
     with ThreadPoolExecutor(2) as pool:
         searches = [
@@ -156,12 +157,12 @@ def _slots_for_cells(num_slots: int, max_window_slots: int) -> int:
 
 
 def _cells_first(
-    leaves: SortedStep, consumers_C: np.ndarray, *, capacity: int, pair: float, balance: float, seed: int
+    leaf_step: SortedStep, consumers_C: np.ndarray, *, capacity: int, pair: float, balance: float, seed: int
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return cell and consumer of each trajectory, or None where the trajectories do not fit the consumers found."""
-    if leaves.num_trajectories < consumers_C.sum():
+    if leaf_step.num_trajectories < consumers_C.sum():
         return None
-    cell_N = cut_cells(leaves.length_N, leaves.lcp_N, consumers_C, _CUT_BALANCE)
+    cell_N = cut_cells(leaf_step.length_N, leaf_step.lcp_N, consumers_C, _CUT_BALANCE)
     moves = Moves(
         _CELL_MOVES * cell_N.size,
         weight=balance,
@@ -171,14 +172,16 @@ def _cells_first(
         fill=_FILL * capacity,
         seed=seed,
     )
-    search_cells(cell_N, np.zeros_like(cell_N), consumers_C, leaves.length_N, leaves.minimum_LN, np.inf, pair, moves)
+    search_cells(
+        cell_N, np.zeros_like(cell_N), consumers_C, leaf_step.length_N, leaf_step.minimum_LN, np.inf, pair, moves
+    )
     if (np.bincount(cell_N, minlength=consumers_C.size) < consumers_C).any():
         return None
     label_N, over = pack_cells(
         cell_N,
         consumers_C,
-        leaves.length_N,
-        leaves.minimum_LN,
+        leaf_step.length_N,
+        leaf_step.minimum_LN,
         capacity=capacity,
         pair=pair,
         trials=_TRIALS,
@@ -187,21 +190,6 @@ def _cells_first(
         seed=seed,
     )
     return (cell_N, label_N) if over <= 0 else None
-
-
-def _bearing(step: SortedStep, group_N: np.ndarray) -> np.ndarray:
-    """Return which trajectories the search has to place: bool (N,).
-
-    A trajectory that is a prefix of the next one in sorted order costs nothing beside it. Only a group of such
-    trajectories alone must be represented, by its last.
-    """
-    bearing_N = np.ones(step.num_trajectories, bool)
-    bearing_N[:-1] = step.lcp_N[1:] < step.length_N[:-1]
-    last_K = np.zeros(int(group_N.max()) + 1, np.int64)
-    last_K[group_N] = np.arange(group_N.size)
-    represented_K = np.bincount(group_N, bearing_N, last_K.size) > 0
-    bearing_N[last_K[~represented_K]] = True
-    return bearing_N
 
 
 def _pair(cost: PlanCost) -> float:

@@ -11,6 +11,7 @@ import numpy as np
 
 from harts_titan.tree.compiled import kernel
 from harts_titan.tree.draws import draw
+from harts_titan.tree.lower_bound import copies
 from harts_titan.tree.sorted_step import common_prefix
 
 
@@ -201,8 +202,7 @@ def rows_needed(member, n, capacity, length_N, minimum_LN, end, below):
         while top > 0 and end[top] > shared:
             start = max(end[top - 1], float(shared))
             length = end[top] - start
-            copies = max(1.0, np.ceil((below[top] + 1.0) / (capacity - end[top] + 1.0)))
-            total += length * copies
+            total += length * max(1.0, copies(below[top], end[top], capacity))
             if end[top - 1] >= shared:
                 below[top - 1] += below[top] + length
                 top -= 1
