@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch._dynamo.decorators import mark_unbacked
 
 
 def as_int64(values: Tensor | Sequence[int]) -> np.ndarray:
@@ -25,3 +26,15 @@ def to_device(array: np.ndarray, device: torch.device, dtype: torch.dtype = torc
         # A copy from pageable memory would wait for everything before it on the stream.
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+def any_length(table: Tensor) -> Tensor:
+    """Return ``table``, marked such that torch.compile makes no graph of its own where it has no entry or one.
+
+    For tables that a custom op reads and whose length nothing in a compiled layer depends on.
+    """
+    if table.stride() != (1,):
+        # NumPy gives arrays without entries other strides.
+        table = table.clone(memory_format=torch.contiguous_format)
+    mark_unbacked(table, 0)
+    return table

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch._dynamo.config as dynamo_config
+import torch.fx.experimental._config as shape_config
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,8 @@ def compile_layers(layers: dict[str, Any], *, num_kinds: int, backend: str) -> N
     dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, GRAPHS_PER_KIND * num_kinds)
     # By default sharded layers of different kinds would be taken for one.
     dynamo_config.skip_fsdp_guards = False
+    # Two tables that happen to have one size in the first plan need not have it in the next.
+    shape_config.use_duck_shape = False
     for layer in layers.values():
         layer.compiled_rows = torch.compile(layer.rows, fullgraph=True, dynamic=True, backend=backend)
     logger.info("%d layers of %d kinds are compiled with %s on first use", len(layers), num_kinds, backend)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harts_titan.ops.host_tables import to_device
+from harts_titan.ops.host_tables import any_length, to_device
 from harts_titan.ops.kda.sequences import PackedSequences
 
 
@@ -142,7 +142,7 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
         torch.tensor(header, dtype=torch.int64),
         to_device(packed_row, device),
         sequences.kept_T,
-        torch.tensor(sequences.export_sequence_host, dtype=torch.int64),
+        any_length(torch.tensor(sequences.export_sequence_host, dtype=torch.int64)),
     )
     object.__setattr__(sequences, "_triton_tables", tables)
     return tables

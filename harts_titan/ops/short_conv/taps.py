@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harts_titan.ops.host_tables import to_device
+from harts_titan.ops.host_tables import any_length, to_device
 
 KERNEL_TAPS = 4
 """Taps of the kernels; shorter filters get zero weights in front."""
@@ -131,9 +131,9 @@ def chain_tables(
         forward_G=put(forward),
         backward_G=put(backward),
         target_T4=put(target),
-        join_row_J=put(join_row),
-        join_ptr_J1=put(join_ptr),
-        slot_S=put(np.zeros(int(join_ptr[-1]), dtype=np.int8), torch.int8),
+        join_row_J=any_length(put(join_row)),
+        join_ptr_J1=any_length(put(join_ptr)),
+        slot_S=any_length(put(np.zeros(int(join_ptr[-1]), dtype=np.int8), torch.int8)),
     )
 
 
