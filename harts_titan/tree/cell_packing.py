@@ -31,12 +31,9 @@ from harts_titan.tree.trie_sets import (
 
 _NEAR = near_places(11 / 12)
 """Distances in sorted order at which a partner is looked for."""
-_ROOM = 0.02
-"""What a complete row of a cell that does not fit counts in rows too many."""
-_FIRST, _AGAIN = 100, 12
-"""Moves between consumers per trajectory of a cell, at first and after an exchange."""
-_HEAT = 0.005
-"""First bound on what such a move may add, as a share of the capacity."""
+# What a complete row of a cell that does not fit counts in rows too many. Moves between consumers per trajectory of a
+# cell, at first and after an exchange. First bound on what such a move may add, as a share of the capacity.
+_ROOM, _FIRST, _AGAIN, _HEAT = 0.02, 100, 12, 0.005
 
 
 @numba.njit(cache=True, nogil=True)
@@ -124,10 +121,8 @@ class _State(NamedTuple):
         over_C, bad_C: float64 complete rows too many in each cell, and how bad that is.
         member_2R, label_2R: the two cells that an exchange would make.
         part_KR, size_K, complete_K: places, their number and complete rows of the consumers of one cell.
-        best_R: best labels so far.
-        run_4R, scratch_R: runs that are exchanged between cells and between consumers, and scratch.
-        length_N, minimum_LN: as :class:`SortedStep` has them.
-        random_1: state of the random numbers.
+        best_R, run_4R, scratch_R: best labels, runs exchanged between cells and between consumers, scratch.
+        length_N, minimum_LN, random_1: as :class:`SortedStep` has them; state of the random numbers.
     """
 
     cell_N: np.ndarray
