@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import cutlass
 import cutlass.cute as cute
 import torch
-from flash_attn.cute import block_sparse_utils, flash_bwd_sm90, tile_scheduler, utils
+from flash_attn.cute import block_sparse_utils, flash_bwd_sm90, utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
-from harts_titan.ops.attention import TreeMask
+from harts_titan.ops.attention import TreeMask, fa4
 from harts_titan.ops.attention.mask import list_views, number_of_blocks, packed_lists, packed_size
 
 
 @cute.jit
 def two_arrays(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
-    """The mask in use, under another name: its kernels are compiled apart, with other programs first."""
+    """The forward mask in use, under another name: its kernels are compiled apart, in the package's order."""
     tin, tout = aux_tensors[0], aux_tensors[1]
     m = cutlass.min(m_idx[0], seqlen_info.seqlen_q - 1) + seqlen_info.seqlen_k - seqlen_info.seqlen_q
     n = cutlass.min(n_idx[0], seqlen_info.seqlen_k - 1)
@@ -42,15 +42,13 @@ def distance(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
 
 
 @cute.jit
-def one_word(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
-    """One 64-bit load per key: ``tin << 32 | size``; rows of q load theirs."""
-    words = aux_tensors[0]
+def distance_from_last(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+    """:func:`distance` under another name."""
+    tin, size = aux_tensors[0], aux_tensors[1]
     m = cutlass.min(m_idx[0], seqlen_info.seqlen_q - 1) + seqlen_info.seqlen_k - seqlen_info.seqlen_q
     n = cutlass.min(n_idx[0], seqlen_info.seqlen_k - 1)
-    word = words[n]
-    gap = cutlass.Uint32(cutlass.Int32(words[m] >> 32) - cutlass.Int32(word >> 32))
-    size = cutlass.Uint32(cutlass.Int32(word & 0x7FFFFFFF))
-    return utils.scalar_to_ssa(gap, cutlass.Uint32) < utils.scalar_to_ssa(size, cutlass.Uint32)
+    gap = cutlass.Uint32(tin[m] - tin[n])
+    return utils.scalar_to_ssa(gap, cutlass.Uint32) < utils.scalar_to_ssa(cutlass.Uint32(size[n]), cutlass.Uint32)
 
 
 @cute.jit
@@ -108,6 +106,18 @@ def lean_products(
 
 
 @cute.jit
+def words_lean(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
+    """The backward mask in use, under another name."""
+    words = aux_tensors[0]
+    m = cutlass.min(m_idx[0], seqlen_info.seqlen_q - 1) + seqlen_info.seqlen_k - seqlen_info.seqlen_q
+    n = cutlass.min(n_idx[0], seqlen_info.seqlen_k - 1)
+    word = words[n]
+    gap = cutlass.Uint32(cutlass.Int32(words[m] >> 32) - cutlass.Int32(word >> 32))
+    size = cutlass.Uint32(cutlass.Int32(word & 0x7FFFFFFF))
+    return utils.scalar_to_ssa(gap, cutlass.Uint32) < utils.scalar_to_ssa(size, cutlass.Uint32)
+
+
+@cute.jit
 def depth_first(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
     """Rows in depth-first order, no external rows: one load per key."""
     tout = aux_tensors[0]
@@ -121,7 +131,10 @@ class Variant(NamedTuple):
 
     mask_mod: Callable[..., Any]
     aux: Callable[[TreeMask], list[Tensor]]
-    heaviest_first: bool = False
+    mask_mod_backward: Callable[..., Any] | None = None
+    """Another mask backward, with its arrays."""
+    aux_backward: Callable[[TreeMask], list[Tensor]] | None = None
+    last_first: bool = False
     """Forward programs from the last block of queries, which has most keys, to the first."""
     lean: bool = False
     """Backward loops without divisions and bounds; lists of single tiles of 64 queries."""
@@ -129,36 +142,26 @@ class Variant(NamedTuple):
     backward: tuple[int, int] = (128, 96)
 
 
-def _word(mask: TreeMask) -> list[Tensor]:
-    tin, size = mask.tin_Y.long(), (mask.tout_Y - mask.tin_Y).long()
-    return [tin << 32 | size]
+def _intervals(mask: TreeMask) -> list[Tensor]:
+    return [mask.tin_Y, mask.tout_Y]
 
 
+def _sizes(mask: TreeMask) -> list[Tensor]:
+    return [mask.tin_Y, mask.tout_Y - mask.tin_Y]
+
+
+def _words(mask: TreeMask) -> list[Tensor]:
+    return [fa4.packed_intervals(mask)]
+
+
+IN_USE = Variant(fa4.ancestor_mask, _intervals, fa4.ancestor_mask_backward, _words, last_first=True)
 VARIANTS = {
-    "distance": Variant(distance, lambda m: [m.tin_Y, m.tout_Y - m.tin_Y]),
-    "one_word": Variant(one_word, _word),
-    "heaviest_first": Variant(two_arrays, lambda m: [m.tin_Y, m.tout_Y], heaviest_first=True, backward=(64, 96)),
-    "lean": Variant(distance, lambda m: [m.tin_Y, m.tout_Y - m.tin_Y], lean=True, backward=(64, 96)),
+    "first_queries_first": Variant(two_arrays, _intervals),
+    "distance": Variant(distance_from_last, _sizes, distance, _sizes, last_first=True),
+    "one_word": Variant(fa4.ancestor_mask_backward, _words, last_first=True),
+    "lean": Variant(distance, _sizes, lean=True, backward=(64, 96)),
+    "lean_one_word": Variant(distance, _sizes, words_lean, _words, lean=True, backward=(64, 96)),
 }
-
-
-@contextlib.contextmanager
-def reversed_blocks(wanted: bool) -> Iterator[None]:
-    """Kernels compiled inside take blocks of queries in falling order."""
-    cls = tile_scheduler.SingleTileScheduler
-    original = cls.get_current_work
-
-    def get_current_work(self, *, loc=None, ip=None):
-        work = original(self, loc=loc, ip=ip)
-        block, *rest = work.tile_idx
-        return tile_scheduler.WorkTileInfo((self.params.num_block - 1 - block, *rest), work.is_valid_tile)
-
-    if wanted:
-        cls.get_current_work = get_current_work
-    try:
-        yield
-    finally:
-        cls.get_current_work = original
 
 
 @contextlib.contextmanager
@@ -191,9 +194,10 @@ class Measured:
         num_q, num_kv = number_of_blocks(*rows, variant.backward)
         self.by_key = BlockSparseTensorsTorch(*list_views(lists[cut:], num_kv, num_q), block_size=variant.backward)
         self.aux = variant.aux(mask)
+        self.aux_backward = (variant.aux_backward or variant.aux)(mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        with reversed_blocks(self.variant.heaviest_first):
+        with fa4._last_queries_first() if self.variant.last_first else contextlib.nullcontext():
             out, lse = _flash_attn_fwd(
                 q[None],
                 k[None],
@@ -216,8 +220,8 @@ class Measured:
                 dout[None],
                 lse,
                 self.scale,
-                mask_mod=self.variant.mask_mod,
-                aux_tensors=self.aux,
+                mask_mod=self.variant.mask_mod_backward or self.variant.mask_mod,
+                aux_tensors=self.aux_backward,
                 block_sparse_tensors=self.by_key,
             )
         return [g[0] for g in grads[:3]]

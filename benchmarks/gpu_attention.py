@@ -307,7 +307,12 @@ def build_ms(tree: Tree) -> Report:
     blocks = triton_op.configuration(DTYPE)
     key = blocks.key_gradients.block_kv
     return {
-        "fa4": times(lambda m: packed_lists(m, by_query=(128, 128), by_key=(128, 96))),
+        "fa4": times(
+            lambda m: (
+                packed_lists(m, by_query=(128, 128), by_key=(128, 96)),
+                m.tin_Y.long() << 32 | (m.tout_Y - m.tin_Y).long(),
+            )
+        ),
         "index_list": times(lambda m: path_tables(m, blocks.forward.block_q, blocks.forward.block_kv, key)),
     }
 
@@ -401,11 +406,8 @@ def variants() -> Report:
     """Other masks, program orders and block sizes of flash-attn-4: forward and backward apart, on three trees."""
     if DRY:
         return {"skipped": "flash-attn-4 needs a GPU"}
-    from fa4_variants import VARIANTS, Measured, Variant, depth_first
+    from fa4_variants import IN_USE, VARIANTS, Measured, Variant, depth_first
 
-    from harts_titan.ops.attention.fa4 import ancestor_mask
-
-    in_use = Variant(ancestor_mask, lambda m: [m.tin_Y, m.tout_Y])
     report: Report = {}
     # Chains have a causal kernel to compare with: what is lost there is the block-sparse loop's.
     chains = {f"chain_{n}": Tree(checks.layout_of([(-1, n)], 64), False) for n in (16_384, 65_536)}
@@ -419,11 +421,11 @@ def variants() -> Report:
         x = [t.detach() for t in x]
         flops = 2 * tree.pairs * H * (K + V)
         ordered, _ = checks.mask_depth_first(tree.layout, DEVICE)
-        cases = [("in_use", in_use, tree.mask)]
+        cases = [("in_use", IN_USE, tree.mask)]
         cases += [(other, variant, tree.mask) for other, variant in VARIANTS.items()]
         cases.append(("depth_first", Variant(depth_first, lambda m: [m.tout_Y]), ordered))
         if name in chains:
-            cases = [("in_use", in_use, tree.mask), ("lean", VARIANTS["lean"], tree.mask)]
+            cases = [("in_use", IN_USE, tree.mask), ("lean", VARIANTS["lean"], tree.mask)]
         first: list[Tensor] | None = None
         for case, variant, mask in cases:
             try:

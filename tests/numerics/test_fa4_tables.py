@@ -21,7 +21,13 @@ class _BlockSparse:
 
 def _visible(blocks, aux, rows, columns, transposed):
     """What the kernel computes: whole full tiles, the element mask in partial ones, nothing elsewhere."""
-    tin, tout = aux
+    if transposed:
+        (words,) = aux
+        assert words.dtype == torch.int64
+        tin = words >> 32
+        tout = tin + (words & 0x7FFFFFFF)
+    else:
+        tin, tout = aux
     number = tin[columns - rows :, None]
     element = (tin <= number) & (number < tout)
     visible = torch.zeros(rows, columns, dtype=torch.bool)
@@ -43,13 +49,34 @@ def _scores(q, k, visible, scale):
     return scores.masked_fill(~visible, -torch.inf)
 
 
+class _Scheduler:
+    """Programs in rising order, as the package has them."""
+
+    def __init__(self, num_block, at):
+        self.params, self.at = types.SimpleNamespace(num_block=num_block), at
+
+    def get_current_work(self, *, loc=None, ip=None):
+        return _Work((self.at, 0, 0, 0), True)
+
+
+class _Work:
+    def __init__(self, tile_idx, is_valid_tile):
+        self.tile_idx, self.is_valid_tile = tile_idx, is_valid_tile
+
+
+def _order():
+    return [_Scheduler(5, i).get_current_work().tile_idx[0] for i in range(5)]
+
+
 def _forward(q, k, v, *, softmax_scale, mask_mod, aux_tensors, block_sparse_tensors, return_lse):
+    assert _order() == [4, 3, 2, 1, 0]
     scores = _scores(q, k, _visible(block_sparse_tensors, aux_tensors, q.shape[1], k.shape[1], False), softmax_scale)
     out = torch.einsum("hqy,yhv->qhv", scores.softmax(-1), v[0].double()).to(v.dtype)
     return out[None], scores.logsumexp(-1).float()[None], None, None, None
 
 
 def _backward(q, k, v, out, dout, lse, scale, *, mask_mod, aux_tensors, block_sparse_tensors):
+    assert _order() == [0, 1, 2, 3, 4]
     visible = _visible(block_sparse_tensors, aux_tensors, q.shape[1], k.shape[1], True)
     weights = (_scores(q, k, visible, scale) - lse[0][..., None].double()).exp()
     dv = torch.einsum("hqy,qhv->yhv", weights, dout[0].double())
@@ -69,7 +96,10 @@ def fa4():
         "cutlass": types.SimpleNamespace(cute=cute, Int32=int, min=min),
         "cutlass.cute": cute,
         "flash_attn": types.ModuleType("flash_attn"),
-        "flash_attn.cute": types.SimpleNamespace(utils=None),
+        "flash_attn.cute": types.SimpleNamespace(
+            utils=None,
+            tile_scheduler=types.SimpleNamespace(SingleTileScheduler=_Scheduler, WorkTileInfo=_Work),
+        ),
         "flash_attn.cute.block_sparsity": types.SimpleNamespace(BlockSparseTensorsTorch=_BlockSparse),
         "flash_attn.cute.interface": types.SimpleNamespace(_flash_attn_fwd=_forward, _flash_attn_bwd=_backward),
     }
