@@ -11,9 +11,6 @@ import torch.fx.experimental._config as shape_config
 
 logger = logging.getLogger(__name__)
 
-GRAPHS_PER_KIND = 2
-"""With gradients and without."""
-
 
 def compile_layers(layers: dict[str, Any], *, num_kinds: int, backend: str) -> None:
     """Compile the ``rows`` method of every layer, in place; call it before sharding.
@@ -26,7 +23,7 @@ def compile_layers(layers: dict[str, Any], *, num_kinds: int, backend: str) -> N
         backend: Of torch.compile, "inductor" for use.
     """
     # Graphs are kept per method, and all layers have the same one; beyond the limit a layer could not run.
-    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, GRAPHS_PER_KIND * num_kinds)
+    dynamo_config.recompile_limit = max(dynamo_config.recompile_limit, 2 * num_kinds)
     # By default sharded layers of different kinds would be taken for one.
     dynamo_config.skip_fsdp_guards = False
     # Two tables that happen to have one size in the first plan need not have it in the next.

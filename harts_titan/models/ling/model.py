@@ -78,19 +78,28 @@ class TransformerBlock(nn.Module):
             (T, D), and the router's logits and choices (None in a dense layer). Everything the loss may need is an
             output: a recomputed forward must have no side effect.
         """
-        topk_TA = run.topk_TA
         if self.compiled_rows is None or x_TD.shape[0] < _MIN_COMPILED_ROWS:
-            out = self.rows(x_TD, inputs, rope, topk_TA)
+            out = self.rows(x_TD, inputs, rope, run.topk_TA)
+        elif torch.is_grad_enabled():
+            out = self._compiled(x_TD, inputs, rope, run.topk_TA)
         else:
-            if topk_TA is None and self.moe_enabled:
-                topk_TA = inputs.position_T.new_full((x_TD.shape[0], self.top_k), -1)
-            # Sharding hooks hand over a view in one execution and not in the other, which would be two graphs.
-            x_TD = x_TD.view_as(x_TD)
-            out = self.compiled_rows(x_TD, inputs, rope, topk_TA, self.attention.outer_parameters())
-            if out[0].requires_grad:
-                # The graph knows the inputs by their handle only and must keep them for its backward pass.
-                out[0].register_hook(lambda gradient, inputs=inputs: None)
+            # Another graph could round differently: log-probs would differ from those of the training forward.
+            with torch.enable_grad():
+                out = self._compiled(x_TD.detach().requires_grad_(), inputs, rope, run.topk_TA)
+            y_TD, logits_TE, topk_TA = out
+            out = y_TD.detach(), None if logits_TE is None else logits_TE.detach(), topk_TA
         run.topk_TA = out[2]
+        return out
+
+    def _compiled(self, x_TD: Tensor, inputs: TreeInputs, rope: tuple[Tensor, Tensor], topk_TA: Tensor | None) -> _Rows:
+        assert self.compiled_rows is not None
+        if topk_TA is None and self.moe_enabled:
+            topk_TA = inputs.position_T.new_full((x_TD.shape[0], self.top_k), -1)
+        # Sharding hooks hand over a view in one execution and not in the other, which would be two graphs.
+        x_TD = x_TD.view_as(x_TD)
+        out = self.compiled_rows(x_TD, inputs, rope, topk_TA, self.attention.outer_parameters())
+        # The graph knows the inputs by their handle only and must keep them for its backward pass.
+        out[0].register_hook(lambda gradient, inputs=inputs: None)
         return out
 
     def rows(
