@@ -269,6 +269,8 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"--steps ({options.steps}) must not be negative")
     fixed = ["--activation_checkpoint.mode", "none", "--rl.mini_batches", "1"]
     config = load_config(options.config, [*common.config_overrides(options), *overrides, *fixed])
+    # Parts of the layers are recorded and run on their own; a compiled layer has no parts.
+    config.compile.enable = False
     if config.tree.mode == "expanded":
         raise ValueError("tree.mode = 'expanded' has nothing to verify; use 'compact', 'nodewise' or 'depthwise'")
     dtype = options.dtype or config.training.mixed_precision_param
