@@ -130,6 +130,8 @@ def parallelize(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Mod
     """Shard over the data-parallel ranks; ``job_config.validate`` has refused every other kind of parallelism."""
     if job_config.activation_checkpoint.mode != "none":
         raise ValueError(f"activation_checkpoint.mode = {job_config.activation_checkpoint.mode!r}; this model has none")
+    if job_config.compile.enable:
+        raise ValueError("compile.enable = True: this model is not compiled")
     if job_config.training.mixed_precision_param != job_config.training.dtype:
         raise ValueError("this model computes in training.dtype; set training.mixed_precision_param to the same")
     if parallel_dims.dp_shard > 1:
