@@ -4,7 +4,7 @@
 mini-batches, forward and backward of every microbatch, clipping, optimizer, expert bias, metrics. The trainer calls it
 with what its loader delivers; an RL framework can own an engine and call it with what it holds in memory.
 
-Reading order of one batch: :meth:`Engine.update` -> :meth:`Engine.prepare` (plan, positions, denominators) ->
+Reading order of one batch: :meth:`Engine.update` -> :mod:`harts_titan.preparation` (plan, positions, denominators) ->
 :meth:`harts_titan.step.StepRunner.run` (microbatches) -> ``model(inputs)`` -> ``harts_titan.ops``. A batch that
 :meth:`Engine.plan_ahead` was given before is planned by then: :mod:`harts_titan.planning`.
 """
@@ -16,8 +16,7 @@ import importlib
 import logging
 import time
 from collections import deque
-from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +24,35 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.profiler import record_function
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import device_type, set_default_dtype
 
-from harts_titan.data import RolloutBatch, apply_overlong, check_vocabulary, label_aligned, token_aligned
+from harts_titan.data import RolloutBatch, apply_overlong, check_vocabulary, token_aligned
 from harts_titan.models.common.router_losses import update_expert_bias
 from harts_titan.models.train_specs import hugging_face_format, model_args_of, plan_cost_of
 from harts_titan.ops import OpsBackends
-from harts_titan.planning import StepPlanner, make_plan
+from harts_titan.parallel.checkpoint import load_checkpoint
+from harts_titan.planning import StepPlanner
+from harts_titan.preparation import MiniBatch, StepPreparation, columns_of
 from harts_titan.rl import (
     Metric,
-    PositionBatch,
-    StepTotals,
     all_reduce_metrics,
     build_objective,
     merge_metrics,
     metric_values,
     metrics_on_host,
-    position_advantages,
 )
 from harts_titan.step import Step, StepResult, StepRunner, figure
-from harts_titan.tree import StepPlan
 
 logger = logging.getLogger(__name__)
-
-_OPTIONAL_COLUMNS = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "weights")
 
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradient norm is NaN or infinite; the message names the step and the episodes."""
-
-
-@dataclass(frozen=True)
-class _MiniBatch:
-    """The trajectories of one optimizer step, checked."""
-
-    batch: RolloutBatch
-    advantage_S: np.ndarray | None
-    """Derived from rewards, label-aligned; None where the batch has the column or needs none."""
-    pending: Future[StepPlan] | None
-    """Its plan, if it was given to the planning process."""
 
 
 class Engine:
@@ -117,11 +101,20 @@ class Engine:
             device=self.device,
             dp_rank=dp_rank,
         )
+        self.preparation = StepPreparation(
+            config,
+            self.objective,
+            plan_cost=self.plan_cost,
+            vocab_size=self.vocab_size,
+            num_taps=getattr(model.model_args, "num_taps", 1),
+            dp_rank=dp_rank,
+            dp_degree=dp_degree,
+        )
         self.num_updates = 0
         """Updates so far: the step that messages name."""
         self._planner: StepPlanner | None = None
         # Batches that were given to plan_ahead: that of the coming update and the one after it.
-        self._ahead: deque[tuple[RolloutBatch, list[_MiniBatch]]] = deque(maxlen=2)
+        self._ahead: deque[tuple[RolloutBatch, list[MiniBatch]]] = deque(maxlen=2)
 
     @classmethod
     def from_config(
@@ -247,7 +240,7 @@ class Engine:
             return
         planner = self.start_planner()
         if planner.ready:
-            self._ahead.append((batch, self._mini_batches(batch, planner)))
+            self._ahead.append((batch, self.preparation.mini_batches(batch, planner)))
 
     def start_planner(self) -> StepPlanner:
         """Return the planning process; start it, which takes seconds of its own, if there is none yet."""
@@ -279,7 +272,7 @@ class Engine:
         """
         check_vocabulary(batch, self.vocab_size)
         batch, _ = apply_overlong(batch, self.config.tree.max_tokens, "error")
-        step = self.prepare(batch, None)
+        step = self.prepare(batch)
         logprob_S = self._gather(self.runner.run(step, backward=False).logprob_S)
         if episodes := _episodes(batch, ~torch.isfinite(logprob_S)):
             raise NonFiniteError(f"the model gives log-probs that are not finite in episodes {episodes}")
@@ -316,12 +309,7 @@ class Engine:
             ValueError: Naming the missing column, the row whose token id the model does not have, the episode without a
                 reward, or the trajectory that is too long.
         """
-        check_vocabulary(batch, self.vocab_size)
-        self.objective.check_inputs(self._columns(batch))
-        self._advantages(batch)
-        self._split(batch)
-        if self.config.data.overlong == "error":
-            apply_overlong(batch, self.config.tree.max_tokens, "error")
+        self.preparation.check(batch)
 
     def prepare_update(self, batch: RolloutBatch) -> list[Step]:
         """Check a batch and turn it into the optimizer steps of one epoch: advantages, plans, old log-probs.
@@ -337,9 +325,9 @@ class Engine:
         """
         planned = [parts for known, parts in self._ahead if known is batch]
         self._ahead = deque((entry for entry in self._ahead if entry[0] is not batch), self._ahead.maxlen)
-        parts = planned[0] if planned else self._mini_batches(batch, None)
-        steps = [self.prepare(part.batch, part.advantage_S, part.pending) for part in parts]
-        if self.objective.must_compute_old_logprobs(self._columns(batch)):
+        parts = planned[0] if planned else self.preparation.mini_batches(batch, None)
+        steps = [self.preparation.prepare(part.batch, part.advantage_S, part.pending) for part in parts]
+        if self.objective.must_compute_old_logprobs(columns_of(batch)):
             # Same plans as the updates, so that the first ratio is exactly 1.
             with record_function("harts::old_logprobs"):
                 steps = [self._with_old_logprobs(step) for step in steps]
@@ -347,96 +335,15 @@ class Engine:
 
     def replan(self, step: Step, **plan_options: Any) -> Step:
         """Plan the same optimizer step differently, e.g. ``mode="expanded"``; metadata and totals stay."""
-        return replace(step, plan=self._plan(step.batch, **plan_options))
+        return self.preparation.replan(step, **plan_options)
 
-    def prepare(
-        self, batch: RolloutBatch, advantage_S: np.ndarray | None = None, pending: Future[StepPlan] | None = None
-    ) -> Step:
-        """Plan one optimizer step and align its metadata.
+    def prepare(self, batch: RolloutBatch) -> Step:
+        """Plan one optimizer step and align its metadata; advantages are those of the batch's column.
 
         Args:
             batch: the step's trajectories.
-            advantage_S: label-aligned advantages derived from rewards; None reads the batch's column.
-            pending: the plan of the batch that is being made; None plans in place.
         """
-        started = time.perf_counter()
-        with record_function("harts::plan"):
-            plan = self._plan(batch) if pending is None else pending.result()
-        waited = time.perf_counter() - started
-        offsets = batch.offsets
-        mask_S = batch.label_mask
-
-        def aligned(values: np.ndarray | None) -> np.ndarray | None:
-            return None if values is None else label_aligned(values, offsets, 0.0)
-
-        positions = PositionBatch.from_arrays(
-            mask_S,
-            offsets,
-            advantage_S=aligned(batch.advantages) if advantage_S is None else advantage_S,
-            old_logprob_S=aligned(batch.old_logprobs),
-            ref_logprob_S=aligned(batch.ref_logprobs),
-            sampler_logprob_S=aligned(batch.logprobs),
-            weight_S=aligned(batch.weights),
-        )
-        totals = StepTotals.from_arrays(mask_S, offsets, weight_S=aligned(batch.weights))
-        return Step(batch, plan, positions, totals, waited)
-
-    def _mini_batches(self, batch: RolloutBatch, planner: StepPlanner | None) -> list[_MiniBatch]:
-        """Check a batch and cut it into its optimizer steps; ``planner`` starts planning them."""
-        self.check(batch)
-        batch, _ = apply_overlong(batch, self.config.tree.max_tokens, self.config.data.overlong)
-        advantage_S = self._advantages(batch)
-        parts = []
-        for idx in self._split(batch):
-            part = batch.select(idx)
-            picked_S = None if advantage_S is None else self._pick(batch, advantage_S, idx)
-            pending = None if planner is None else planner.submit(part.tokens, part.offsets, **self._plan_options())
-            parts.append(_MiniBatch(part, picked_S, pending))
-        return parts
-
-    def _plan(self, batch: RolloutBatch, **plan_options: Any) -> StepPlan:
-        return make_plan(batch.tokens, batch.offsets, **(self._plan_options() | plan_options))
-
-    def _plan_options(self) -> dict[str, Any]:
-        tree = self.config.tree
-        return {
-            "capacity": tree.max_tokens,
-            "chunk_size": tree.chunk_size,
-            "dp_degree": self.dp_degree,
-            # Every rank plans the whole step and lays out the rows it runs.
-            "replicas": (self.dp_rank,),
-            "mode": tree.mode,
-            # A model without a short convolution has no taps; the plan then lists each row itself.
-            "num_taps": getattr(self.model.model_args, "num_taps", 1),
-            "validate": tree.validate,
-            "cost": self.plan_cost,
-        }
-
-    def _columns(self, batch: RolloutBatch) -> set[str]:
-        return {name for name in _OPTIONAL_COLUMNS if getattr(batch, name) is not None}
-
-    def _advantages(self, batch: RolloutBatch) -> np.ndarray | None:
-        trained_N = np.add.reduceat(batch.loss_mask, batch.offsets[:-1], dtype=np.int64)
-        advantage_N = self.objective.advantages(
-            batch.reward,
-            batch.group_id,
-            # Rows without an episode id are their own episodes.
-            episode_ids=[episode or f"row {n}" for n, episode in enumerate(batch.episode_id)],
-            trained_N=trained_N,
-            locations=batch.location,
-        )
-        return None if advantage_N is None else position_advantages(advantage_N, batch.offsets)
-
-    def _split(self, batch: RolloutBatch) -> list[np.ndarray]:
-        """Cut the batch into ``rl.mini_batches`` parts of neighbouring rows, fewer if a replica would get none."""
-        number = batch.num_trajectories
-        if number < self.dp_degree:
-            raise ValueError(f"{number} trajectories cannot fill {self.dp_degree} data-parallel replicas")
-        return np.array_split(np.arange(number), min(self.config.rl.mini_batches, number // self.dp_degree))
-
-    @staticmethod
-    def _pick(batch: RolloutBatch, values_S: np.ndarray, idx: np.ndarray) -> np.ndarray:
-        return np.concatenate([values_S[batch.offsets[n] : batch.offsets[n + 1]] for n in idx])
+        return self.preparation.prepare(batch)
 
     def _with_old_logprobs(self, step: Step) -> Step:
         logprob_S = self._gather(self.runner.run(step, backward=False).logprob_S)
@@ -505,7 +412,7 @@ class Engine:
     def _plan_figures(self, steps: list[Step]) -> dict[str, float]:
         stats = [step.plan.stats for step in steps]
         epochs = self.config.rl.epochs
-        had_old = "old_logprobs" in self._columns(steps[0].batch)
+        had_old = "old_logprobs" in columns_of(steps[0].batch)
         passes = epochs + (not had_old and "old_logprob" in self.objective.needs)
         original = sum(s.original_tokens for s in stats)
         compact = sum(s.compact_tokens for s in stats)
@@ -528,20 +435,3 @@ def _episodes(batch: RolloutBatch, bad_S: Tensor) -> list[str]:
     """Name up to eight trajectories that have a true entry in ``bad_S``: by episode, or by file and row."""
     rows = np.unique(batch.row_of_position(np.flatnonzero(bad_S.numpy())))
     return [batch.episode_id[n] or batch.location[n] for n in rows[:8]]
-
-
-def load_checkpoint(model: nn.Module, folder: str) -> None:
-    """Fill a model with the weights of a training checkpoint, on any number of ranks.
-
-    Args:
-        model: the model; buffers (expert biases) are loaded as well.
-        folder: a checkpoint of the trainer, ``{dump_folder}/checkpoint/step-N``.
-
-    Raises:
-        ValueError: If the folder is no checkpoint.
-    """
-    if not (Path(folder) / ".metadata").is_file():
-        raise ValueError(f"'{folder}' is no training checkpoint (it has no .metadata file); name a step-N folder")
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state)

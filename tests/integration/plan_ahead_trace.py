@@ -3,13 +3,13 @@
 The metrics of a step gain ``planned_in_place``: plans this process has made itself so far.
 """
 
-from harts_titan import engine, train
+from harts_titan import engine, preparation, train
 from tests.integration import trainer_trace
 
 
 def main() -> None:
     made = []
-    make_plan, update, init = engine.make_plan, engine.Engine.update, train.HartsTrainer.__init__
+    make_plan, update, init = preparation.make_plan, engine.Engine.update, train.HartsTrainer.__init__
 
     def counted_plan(*arguments, **options):
         made.append(None)
@@ -23,7 +23,7 @@ def main() -> None:
         if config.tree.plan_in_background:
             self.engine.start_planner().wait_until_ready()
 
-    engine.make_plan, engine.Engine.update, train.HartsTrainer.__init__ = counted_plan, counted_update, ready_init
+    preparation.make_plan, engine.Engine.update, train.HartsTrainer.__init__ = counted_plan, counted_update, ready_init
     trainer_trace.main()
 
 

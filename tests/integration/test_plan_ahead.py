@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from harts_titan import engine as engine_module
+from harts_titan import preparation
 from harts_titan.data.source import rollouts_from_config
 from harts_titan.engine import Engine
 from harts_titan.job_config import load_config
@@ -37,8 +37,8 @@ def batches(tmp_path_factory):
 def in_place(monkeypatch):
     """Plans that this process makes itself."""
     made = []
-    original = engine_module.make_plan
-    monkeypatch.setattr(engine_module, "make_plan", lambda *a, **options: made.append(a) or original(*a, **options))
+    original = preparation.make_plan
+    monkeypatch.setattr(preparation, "make_plan", lambda *a, **options: made.append(a) or original(*a, **options))
     return made
 
 
