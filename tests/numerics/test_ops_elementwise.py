@@ -74,6 +74,58 @@ def test_every_gradient_sum_has_one_place(kind):
     assert sorted([*direct, *tables.join_row_J.tolist()]) == list(range(rows))
 
 
+def chains_by_sorting(tap: np.ndarray, num_path_rows: int) -> dict[str, np.ndarray]:
+    """The tables of the kernels (``ChainTables``) from the whole tap table at once."""
+    T, num_taps = tap.shape
+    tap4 = np.full((T, 4), -1)
+    tap4[:, 4 - num_taps :] = tap
+    head = np.ones(T, dtype=bool)
+    head[1:] = (tap[1:, :-1] != tap[:-1, 1:]).any(axis=1)
+    last = np.append(head[1:], True)[:T]
+    # Sums in the order of the chains: the taps before a head, oldest first, then the chain's rows.
+    head_row, sum_of_row = np.flatnonzero(head), np.arange(T) + 3 * np.cumsum(head)
+    path_row = np.full(T + 3 * head_row.size, -1)
+    path_row[sum_of_row] = tap4[:, 3]
+    path_row[(sum_of_row[head_row] - 3)[:, None] + np.arange(3)] = tap4[head_row, :3]
+    count = np.bincount(path_row[path_row >= 0], minlength=num_path_rows)
+    joined = np.flatnonzero(count != 1)
+    goal = path_row.copy()
+    shared = np.flatnonzero((path_row >= 0) & (count[path_row] > 1))
+    goal[shared[np.argsort(path_row[shared], kind="stable")]] = -2 - np.arange(shared.size)
+    target = goal[sum_of_row[:, None] + np.arange(-3, 1)]
+    forward, backward = (np.full(-(-T // 8) + 1, -1) for _ in range(2))
+    for g in range(T // 8):
+        rows = slice(8 * g, 8 * g + 8)
+        wanted = tap4[8 * g, 3] + np.arange(8)
+        if not head[rows].any() and (tap4[rows, 3] == wanted).all():
+            forward[g] = wanted[0]
+            if not last[rows].any() and wanted[0] >= 3 and (target[rows, 0] == wanted - 3).all():
+                backward[g] = wanted[0]
+    return {
+        "tap_T4": tap4,
+        "kind_T": head + 2 * last,
+        "forward_G": forward,
+        "backward_G": backward,
+        "target_T4": target,
+        "join_row_J": joined,
+        "join_ptr_J1": np.concatenate([[0], np.cumsum(count[joined])]),
+        "slot_S": np.zeros(shared.size),
+    }
+
+
+@pytest.mark.parametrize("kind", TREES)
+@pytest.mark.parametrize("num_taps", [1, 2, 3, 4])
+def test_chain_tables_match_those_by_sorting(kind, num_taps):
+    rng = np.random.default_rng(0)
+    rows = 517
+    tap = taps_of(parents(kind, rows), num_taps)
+    copies = np.sort(rng.integers(0, rows, rows + 100))
+    for table in (tap, tap[rows // 3 :], tap[copies], tap[rng.permutation(rows)]):
+        got = chain_tables(table, rows + 3)._asdict()
+        for name, want in chains_by_sorting(table, rows + 3).items():
+            np.testing.assert_array_equal(got[name].numpy(), want, err_msg=name)
+
+
 def test_table_errors():
     with pytest.raises(ValueError, match="1 to 4 taps"):
         chain_tables(np.zeros((1, 5), dtype=np.int64), 1)

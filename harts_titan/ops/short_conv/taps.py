@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from harts_titan.ops.host_tables import any_length, to_device
+from harts_titan.ops.short_conv.chain_kernels import find_plain_groups, find_targets, mark_chains, number_slots
 
 KERNEL_TAPS = 4
 """Taps of the kernels; shorter filters get zero weights in front."""
@@ -98,36 +99,25 @@ def chain_tables(
     T, num_taps = tap.shape
     if not 1 <= num_taps <= KERNEL_TAPS:
         raise ValueError(f"the kernels have 1 to {KERNEL_TAPS} taps, the table {num_taps}; use the reference backend")
-    if T and (tap.min() < -1 or tap.max() >= num_path_rows or tap[:, -1].min() < 0):
+    tap4, target = (np.empty((T, KERNEL_TAPS), dtype=np.int32) for _ in range(2))
+    kind = np.empty(T, dtype=np.int8)
+    count = np.zeros(num_path_rows, dtype=np.int32)
+    if mark_chains(np.ascontiguousarray(tap, dtype=np.int64), tap4, kind, count, HEAD, LAST):
         raise ValueError(f"taps must lie in [-1, {num_path_rows}), the last one in [0, {num_path_rows})")
-    tap4 = np.full((T, KERNEL_TAPS), -1, dtype=np.int64)
-    tap4[:, KERNEL_TAPS - num_taps :] = tap
-    head = np.ones(T, dtype=bool)
-    head[1:] = (tap[1:, :-1] != tap[:-1, 1:]).any(axis=1)
-    last = np.append(head[1:], True)[:T]
-
-    target, join_row, join_ptr = _targets(tap4, head, num_path_rows)
-    # Groups: no head inside, consecutive path rows; the backward pass also ends no chain and finishes plain sums.
-    num_groups = -(-T // GROUP_ROWS)
-    whole = T // GROUP_ROWS
-    first = np.full(num_groups + 1, -1, dtype=np.int64)
-    rows = tap4[: whole * GROUP_ROWS, -1].reshape(whole, GROUP_ROWS)
-    ahead = np.arange(GROUP_ROWS)
-    inside = ~head[: whole * GROUP_ROWS].reshape(whole, GROUP_ROWS).any(axis=1)
-    inside &= (rows - rows[:, :1] == ahead).all(axis=1)
-    forward, backward = first.copy(), first
-    forward[:whole][inside] = rows[inside, 0]
-    finished = target[: whole * GROUP_ROWS, 0].reshape(whole, GROUP_ROWS)
-    inside &= ~last[: whole * GROUP_ROWS].reshape(whole, GROUP_ROWS).any(axis=1)
-    inside &= (finished - rows[:, :1] == ahead - (KERNEL_TAPS - 1)).all(axis=1) & (finished[:, 0] >= 0)
-    backward[:whole][inside] = rows[inside, 0]
+    join_row, slot = (np.empty(num_path_rows, dtype=np.int32) for _ in range(2))
+    join_ptr = np.empty(num_path_rows + 1, dtype=np.int32)
+    num_joined = number_slots(count, join_row, join_ptr, slot)
+    join_row, join_ptr = join_row[:num_joined], join_ptr[: num_joined + 1]
+    find_targets(tap4, kind, slot, target, HEAD)
+    forward, backward = (np.empty(-(-T // GROUP_ROWS) + 1, dtype=np.int32) for _ in range(2))
+    find_plain_groups(tap4, kind, target, GROUP_ROWS, HEAD, forward, backward)
 
     def put(array: np.ndarray, dtype: torch.dtype = torch.int32) -> Tensor:
         return to_device(array, torch.device(device), dtype)
 
     return ChainTables(
         tap_T4=put(tap4),
-        kind_T=put(head * HEAD + last * LAST, torch.int8),
+        kind_T=put(kind, torch.int8),
         forward_G=put(forward),
         backward_G=put(backward),
         target_T4=put(target),
@@ -135,29 +125,3 @@ def chain_tables(
         join_ptr_J1=any_length(put(join_ptr)),
         slot_S=any_length(put(np.zeros(int(join_ptr[-1]), dtype=np.int8), torch.int8)),
     )
-
-
-def _targets(tap4: np.ndarray, head: np.ndarray, num_path_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where the sum of every (row, tap) goes, and which path rows are joined from which slots."""
-    T, before = tap4.shape[0], KERNEL_TAPS - 1
-    head_row = np.flatnonzero(head)
-    number = np.cumsum(head) - 1
-    # Sums in the order of the chains: the taps before a head, oldest first, then the chain's rows.
-    sum_of_row = np.arange(T) + before * (number + 1)
-    sum_of_head = (head_row + before * np.arange(head_row.size))[:, None] + np.arange(before)
-    path_row = np.full(T + before * head_row.size, -1, dtype=np.int64)
-    path_row[sum_of_row] = tap4[:, -1]
-    path_row[sum_of_head] = tap4[head_row, :before]
-
-    used = path_row >= 0
-    count = np.bincount(path_row[used], minlength=num_path_rows)
-    joined = np.flatnonzero(count != 1)
-    ptr = np.concatenate([[0], np.cumsum(count[joined])])
-    goal = path_row.copy()
-    shared = np.flatnonzero(used & (count[path_row] > 1))
-    shared = shared[np.argsort(path_row[shared], kind="stable")]
-    goal[shared] = -2 - np.arange(shared.size)
-
-    # A row's older taps are the sums before its own: rows of the chain, or taps of its head (they are adjacent).
-    target = goal[sum_of_row[:, None] + np.arange(-before, 1)] if T else np.empty((0, KERNEL_TAPS), dtype=np.int64)
-    return target, joined, ptr
