@@ -23,9 +23,33 @@ taps run in float32 in tap order by fused multiply-adds: a row's bits depend on 
 import triton
 import triton.language as tl
 
+_LOG2_E = tl.constexpr(1.4426950408889634)
 HEAD = tl.constexpr(1)
 LAST = tl.constexpr(2)
 """Bits of ``ChainTables.kind_T``."""
+
+
+@triton.jit
+def _channels(i_d, D: tl.constexpr, BD: tl.constexpr):
+    """Channels of block ``i_d`` and their mask, which costs nothing where blocks are full."""
+    o_d = i_d * BD + tl.arange(0, BD)
+    if D % BD == 0:
+        m_d = tl.full([BD], True, dtype=tl.int1)
+    else:
+        m_d = o_d < D
+    return o_d, m_d
+
+
+@triton.jit
+def _root_sigmoid(a):
+    """Half of the instructions of ``tl.sigmoid``: no cases for subnormal numbers, no division."""
+    return tl.rsqrt(1.0 + tl.exp2(a * -_LOG2_E))
+
+
+@triton.jit
+def _silu(a):
+    r = _root_sigmoid(a)
+    return a * (r * r)
 
 
 @triton.jit
@@ -58,20 +82,19 @@ def conv_forward(
     base,
     y,
     T,
-    D,
-    x_stride,
+    D: tl.constexpr,
+    x_stride: tl.constexpr,
     W: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     U: tl.constexpr,
 ):
     """``y[t] = silu(sum_j x[tap[t, j]] * weight[:, j])``; ``base`` is the first path row of a plain group, else -1."""
-    ND = (D + BD - 1) // BD
+    ND: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0)
     i_b = (pid // ND).to(tl.int64) * BT
     i_e = tl.minimum(i_b + BT, T)
-    o_d = (pid % ND) * BD + tl.arange(0, BD)
-    m_d = o_d < D
+    o_d, m_d = _channels(pid % ND, D, BD)
     w0 = _load_weight(weight, o_d, m_d, 0, W)
     w1 = _load_weight(weight, o_d, m_d, 1, W)
     w2 = _load_weight(weight, o_d, m_d, 2, W)
@@ -95,7 +118,7 @@ def conv_forward(
             for u in tl.static_range(U):
                 x3 = xs[u].to(tl.float32)
                 a = _tap_sum(x0, x1, x2, x3, w0, w1, w2, w3)
-                tl.store(p_y + u * D, (a * tl.sigmoid(a)).to(y.dtype.element_ty), mask=m_d)
+                tl.store(p_y + u * D, _silu(a).to(y.dtype.element_ty), mask=m_d)
                 x0 = x1
                 x1 = x2
                 x2 = x3
@@ -108,7 +131,7 @@ def conv_forward(
                     x2 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 2)
                 x3 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 3)
                 a = _tap_sum(x0, x1, x2, x3, w0, w1, w2, w3)
-                tl.store(y + i_r * D + o_d, (a * tl.sigmoid(a)).to(y.dtype.element_ty), mask=m_d)
+                tl.store(y + i_r * D + o_d, _silu(a).to(y.dtype.element_ty), mask=m_d)
                 x0 = x1
                 x1 = x2
                 x2 = x3
@@ -127,8 +150,19 @@ def _emit(dx, slots, target, i_t, j: tl.constexpr, b_d, D, o_d, m_d, OWNED):
 
 @triton.jit
 def _silu_gradient(a, g):
-    s = tl.sigmoid(a)
-    return g * (s * tl.fma(a, 1.0 - s, 1.0))
+    # Fused by hand: the compiler might do so in one place and not in another, and a row's bits would depend on which.
+    r = _root_sigmoid(a)
+    return g * (r * r * tl.fma(a, tl.fma(r * -1.0, r, 1.0), 1.0))
+
+
+@triton.jit
+def _rows(x, i_t, stride: tl.constexpr, o_d, m_d, m_more, N: tl.constexpr):
+    """``N`` rows from ``i_t`` on, or three of them."""
+    p_x = x + i_t * stride + o_d
+    rows = ()
+    for u in tl.static_range(N):
+        rows = rows + (tl.load(p_x + u * stride, mask=m_d if u < 3 else m_d & m_more),)
+    return rows
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -144,25 +178,25 @@ def conv_backward(
     slots,
     dw,
     T,
-    D,
-    x_stride,
+    D: tl.constexpr,
+    x_stride: tl.constexpr,
     W: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
     U: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Gradient of the inputs, and each row block's share (W, D) of the weight gradient.
 
     A block's sums also need the rows after it that read its rows: up to three more rows of its last chain are computed
     again. ``base`` is -1 unless the sums that a group finishes go to consecutive rows of ``dx``.
     """
-    ND = (D + BD - 1) // BD
+    ND: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0)
     i_n = (pid // ND).to(tl.int64)
     i_b = i_n * BT
     i_e = tl.minimum(i_b + BT, T)
-    o_d = (pid % ND) * BD + tl.arange(0, BD)
-    m_d = o_d < D
+    o_d, m_d = _channels(pid % ND, D, BD)
     w0 = _load_weight(weight, o_d, m_d, 0, W)
     w1 = _load_weight(weight, o_d, m_d, 1, W)
     w2 = _load_weight(weight, o_d, m_d, 2, W)
@@ -181,20 +215,30 @@ def conv_backward(
     # Sums of earlier rows belong to the block before, those of a head's taps to the block of the head.
     i_own = tl.where((tl.load(kind + i_b) & HEAD) != 0, i_b - 3, i_b)
     NG = tl.cdiv(i_e - i_b, U).to(tl.int32)
+    i_last = (T + U - 1) // U
     i_next = tl.load(base + i_b // U).to(tl.int64)
+    if AHEAD:
+        i_after = tl.load(base + tl.minimum(i_b // U + 1, i_last)).to(tl.int64)
+        nx = _rows(x, i_next, x_stride, o_d, m_d & (i_next >= 0), True, U)
+        ng = _rows(dy, i_b, D, o_d, m_d & (i_next >= 0), True, U)
     for i_g in range(0, NG):
         i_t = i_b + i_g * U
         i_x = i_next
-        i_next = tl.load(base + i_t // U + 1).to(tl.int64)
+        if AHEAD:
+            # A group ahead, of the rows after the block only those that are computed again.
+            i_next = i_after
+            i_after = tl.load(base + tl.minimum(i_t // U + 2, i_last)).to(tl.int64)
+            xs = nx
+            gs = ng
+            nx = _rows(x, i_next, x_stride, o_d, m_d & (i_next >= 0), i_g + 1 < NG, U)
+            ng = _rows(dy, i_t + U, D, o_d, m_d & (i_next >= 0), i_g + 1 < NG, U)
+        else:
+            i_next = tl.load(base + i_t // U + 1).to(tl.int64)
         if i_x >= 0:
-            p_x = x + i_x * x_stride + o_d
-            p_g = dy + i_t * D + o_d
             p_d = dx + (i_x - 3) * D + o_d
-            xs = ()
-            gs = ()
-            for u in tl.static_range(U):
-                xs = xs + (tl.load(p_x + u * x_stride, mask=m_d, other=0.0),)
-                gs = gs + (tl.load(p_g + u * D, mask=m_d, other=0.0),)
+            if AHEAD == 0:
+                xs = _rows(x, i_x, x_stride, o_d, m_d, True, U)
+                gs = _rows(dy, i_t, D, o_d, m_d, True, U)
             for u in tl.static_range(U):
                 x3 = xs[u].to(tl.float32)
                 g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), gs[u].to(tl.float32))
@@ -254,14 +298,13 @@ def conv_backward(
         tl.store(p_w, dw0, mask=m_d)
     # The rows after the block that read its last rows.
     if i_next >= 0:
-        p_x = x + i_next * x_stride + o_d
-        p_g = dy + i_e * D + o_d
         p_d = dx + (i_next - 3) * D + o_d
-        xs = ()
-        gs = ()
-        for u in tl.static_range(3):
-            xs = xs + (tl.load(p_x + u * x_stride, mask=m_d, other=0.0),)
-            gs = gs + (tl.load(p_g + u * D, mask=m_d, other=0.0),)
+        if AHEAD:
+            xs = nx
+            gs = ng
+        else:
+            xs = _rows(x, i_next, x_stride, o_d, m_d, True, 3)
+            gs = _rows(dy, i_e, D, o_d, m_d, True, 3)
         for u in tl.static_range(3):
             x3 = xs[u].to(tl.float32)
             g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), gs[u].to(tl.float32))
@@ -298,13 +341,12 @@ def conv_backward(
 
 
 @triton.jit
-def conv_backward_join(slots, row, ptr, dx, D, BD: tl.constexpr):
+def conv_backward_join(slots, row, ptr, dx, D: tl.constexpr, BD: tl.constexpr):
     """``dx[row[i]] = sum of slots[ptr[i] : ptr[i + 1]]`` in order; zero for rows that nobody reads."""
-    ND = (D + BD - 1) // BD
+    ND: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0)
     i_j = pid // ND
-    o_d = (pid % ND) * BD + tl.arange(0, BD)
-    m_d = o_d < D
+    o_d, m_d = _channels(pid % ND, D, BD)
     b_a = tl.zeros([BD], dtype=tl.float32)
     for i_s in range(tl.load(ptr + i_j), tl.load(ptr + i_j + 1)):
         b_a += tl.load(slots + tl.cast(i_s, tl.int64) * D + o_d, mask=m_d, other=0.0)

@@ -18,8 +18,8 @@ from harts_titan.ops.short_conv.kernels import conv_backward, conv_backward_join
 from harts_titan.ops.short_conv.taps import GROUP_ROWS, KERNEL_TAPS, ChainTables, chain_tables
 
 FORWARD = {"BT": 64, "BD": 512, "num_warps": 4}
-BACKWARD = {"BT": 64, "BD": 256, "num_warps": 2, "maxnreg": 128}
-"""Pinned launch configurations: rows and channels of a program."""
+BACKWARD = {"BT": 256, "BD": 128, "num_warps": 2, "AHEAD": 1, "maxnreg": 80}
+"""Pinned launch configurations: rows and channels of a program; whether it reads a group of rows ahead."""
 _JOIN_CHANNELS = 512
 
 
@@ -40,8 +40,8 @@ def tree_short_conv_triton(
     Raises:
         ValueError: If shapes or dtypes do not fit.
 
-    Memory: the backward pass holds float32 (T / 64, taps, D) and (slots, D) buffers; there is a slot for every path row
-    and chain that read it together, where more than one chain does.
+    Memory: the backward pass holds float32 (T / 256, taps, D) and (slots, D) buffers; there is a slot for every path
+    row and chain that read it together, where more than one chain does.
     """
     if x_YD.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"x_YD must be float16, bfloat16 or float32 for the triton backend, got {x_YD.dtype}")
