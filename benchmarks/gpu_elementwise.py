@@ -33,7 +33,7 @@ from harts_titan.ops.norm import triton_op as norms
 from harts_titan.ops.rope import triton_op as ropes
 from harts_titan.ops.short_conv import triton_op as convs
 from harts_titan.ops.short_conv.taps import ChainTables, chain_tables
-from harts_titan.ops.row_sums import CONFIG as ROW_SUMS, row_sums
+from harts_titan.ops.row_sums import CONFIG as ROW_SUMS, NARROW as NARROW_SUMS, row_sums
 from tests.numerics.elementwise_checks import EPS, TREES, Numerics, parents, taps_of
 
 DTYPE = torch.float32 if DRY else torch.bfloat16
@@ -106,11 +106,13 @@ def large() -> Report:
     assert torch.equal(dx[-n:], dx_tail[-n:])
     w = randn(HEAD_DIM)
     heads = x.view(-1, HEAD_DIM)
-    norms.launch_forward(heads, heads, w, y.view(-1, HEAD_DIM), EPS, norms.FORWARD)
+    norms.launch_forward(heads, heads, w, y.view(-1, HEAD_DIM), EPS, norms.GATED_FORWARD)
     assert torch.equal(
         y[-n:].view(-1, HEAD_DIM), norm.gated_rms_norm(*[x[-n:].view(-1, HEAD_DIM)] * 2, w, EPS, backend="triton")
     )
-    norms.launch_backward(heads, heads, w, heads, dx.view(-1, HEAD_DIM), y.view(-1, HEAD_DIM), EPS, norms.BACKWARD)
+    norms.launch_backward(
+        heads, heads, w, heads, dx.view(-1, HEAD_DIM), y.view(-1, HEAD_DIM), EPS, norms.GATED_BACKWARD
+    )
     gates.launch_swiglu(x, x, y, 0.0, gates.SWIGLU_FORWARD)
     assert torch.equal(y[-n:], activation.swiglu(x[-n:], x[-n:], backend="triton"))
     return {"rows": rows, "elements": rows * WIDTH}
@@ -256,6 +258,12 @@ def product(**options: list[int | None]) -> list[dict[str, int]]:
     return configs[:1] if DRY else configs
 
 
+def table(names: str, rows: str) -> list[dict[str, int]]:
+    """Configurations as a table: names, then rows of values between commas."""
+    configs = [dict(zip(names.split(), map(int, row.split()), strict=True)) for row in rows.split(",")]
+    return configs[:1] if DRY else configs
+
+
 @triton.jit
 def tile_forward(x, weight, tap, y, T, D, x_stride, BT: tl.constexpr, BD: tl.constexpr):
     """The alternative: a tile of rows gathers each of its four taps, from the caches."""
@@ -288,65 +296,78 @@ def sweep_conv() -> Report:
         grid = (triton.cdiv(T, BT) * triton.cdiv(WIDTH, BD),)
         tile_forward[grid](x, weight, tables.tap_T4, y, T, WIDTH, WIDTH, BT=BT, BD=BD, num_warps=warps)
 
-    def widths(**more: list[int | None]) -> list[dict[str, int]]:
-        # Four or eight channels a thread.
-        pairs = [(256, 2), (512, 4), (512, 2), (256, 1)]
-        return [{**c, "BD": d, "num_warps": w} for d, w in (pairs[:1] if DRY else pairs) for c in product(**more)]
-
     report["forward_tile"] = sweep(
-        "conv forward, gathered tiles", product(BT=[16, 32], BD=[128, 256], num_warps=[4]), tile, 2 * size
+        "conv forward, gathered tiles", product(BT=[16, 32], BD=[128, 256], num_warps=[4])[:2], tile, 2 * size
     )
     report["forward"] = sweep(
         "conv forward",
-        widths(BT=[64, 128]),
+        [convs.FORWARD, *table("BT BD num_warps", "64 256 2, 32 512 4, 128 512 4, 64 256 4, 64 128 2, 128 128 2")],
         lambda c: convs.launch_forward(x, weight, tables, y, c),
         2 * size,
     )
+    # Two channels a thread, then four; a group of rows read ahead or none.
     configs = [
-        *widths(BT=[64], maxnreg=[None, 128]),
-        *([] if DRY else [{"BT": 128, "BD": 256, "num_warps": 2, "maxnreg": r} for r in (96, 128, 160)]),
-        *([] if DRY else [{"BT": t, "BD": 256, "num_warps": 4} for t in (64, 128)]),
-        *([] if DRY else [{"BT": t, "BD": 128, "num_warps": 1, "maxnreg": 128} for t in (64, 256)]),
+        convs.BACKWARD,
+        *table(
+            "BT BD num_warps AHEAD maxnreg",
+            "128 128 2 1 80, 512 128 2 1 80, 256 64 1 1 80, 256 256 4 1 80, 256 128 2 1 88, 256 128 2 1 96,"
+            "256 256 2 1 160, 256 128 1 1 160, 256 128 1 1 128,"
+            "256 128 2 0 64, 128 128 2 0 64, 256 64 1 0 64, 256 256 4 0 64, 256 256 2 0 128",
+        ),
     ]
-    report["backward"] = sweep(
-        "conv backward", configs, lambda c: convs.launch_backward(x, weight, tables, dy, dx, c), 3 * size
-    )
-    partial = torch.randn(T // 64, 4, WIDTH, device=DEVICE)
-    num_bytes = partial.numel() * 4
-    report["sum"] = rate(median_ms(lambda: partial.sum(0).t().contiguous()), num_bytes=num_bytes, bandwidth=ceiling())
-    line("sum of partials, torch", report["sum"])
-    report["row_sums"] = sweep(
-        "sum of partials",
-        [ROW_SUMS, *([] if DRY else product(BN=[64, 256, 512], BM=[16, 32], num_warps=[4, 8]))],
-        lambda c: row_sums(partial, DTYPE, c),
-        num_bytes,
-    )
+    for kind in ("agent", "bushy")[: 1 if DRY else 2]:
+        chains: ChainTables = chain_tables(taps_of(parents(kind, T)), T, device=DEVICE)
+        report[f"backward {kind}"] = sweep(
+            f"conv backward {kind}",
+            configs,
+            lambda c, chains=chains: convs.launch_backward(x, weight, chains, dy, dx, c),
+            3 * size,
+        )
+    # Shares of the weight gradients: convolution, norms of 1536 and of 256.
+    for blocks, taps, width in ((256, 4, WIDTH), (1024, 1, 1536), (512, 1, 256)):
+        partial = torch.randn(blocks, taps, width, device=DEVICE)
+        name, num_bytes = f"sum of partials {blocks} {taps * width}", partial.numel() * 4
+        plain = rate(
+            median_ms(lambda partial=partial: partial.sum(0).t().contiguous()), num_bytes=num_bytes, bandwidth=ceiling()
+        )
+        line(f"{name}, torch", plain)
+        report[f"{name}, torch"] = plain
+        report[name] = sweep(
+            name,
+            [ROW_SUMS, NARROW_SUMS, *table("BN BM num_warps", "128 16 4, 256 8 8, 512 8 8, 256 32 8, 512 32 8")],
+            lambda c, partial=partial: row_sums(partial, DTYPE, c),
+            num_bytes,
+        )
     return report
 
 
 def sweep_norm() -> Report:
     report: Report = {}
-    for width, gated in ((DIM, False), (HEAD_DIM, True), (RANK, False)):
+    for width, gated in ((DIM, False), (HEAD_DIM, True), (RANK, False), (Q_RANK, False)):
         rows = T * HEADS if gated else T
         size = rows * width * ROW
         x, dy, weight = randn(rows, width), randn(rows, width), randn(width)
         gate, dgate = (randn(rows, width), torch.empty_like(x)) if gated else (None, None)
         y = torch.empty_like(x)
         name = f"{'gated ' if gated else ''}norm {width}"
-        small = width == RANK
+        small = width in (RANK, Q_RANK)
         report[f"{name} forward"] = sweep(
             f"{name} forward",
             product(TILE=[4096] if small else [2048, 4096], num_warps=[2, 4] if small else [1, 2, 4, 8]),
             lambda c, x=x, gate=gate, weight=weight, y=y: norms.launch_forward(x, gate, weight, y, EPS, c),
             (3 if gated else 2) * size,
         )
-        configs = product(TILE=[2048], STEPS=[32], num_warps=[2, 4] if small else [1, 2, 4, 8], STAGES=[1, 3])
-        if not DRY:
-            configs += product(TILE=[2048], STEPS=[32], num_warps=[4], STAGES=[2, 4])
-        if not DRY and not small:
-            configs += product(TILE=[4096], STEPS=[16], num_warps=[4, 8], STAGES=[1, 3])
-            configs += product(TILE=[2048], STEPS=[16, 64], num_warps=[4], STAGES=[3])
-            configs += product(TILE=[2048], STEPS=[32], num_warps=[4], STAGES=[3], maxnreg=[80, 96])
+        names = "TILE BT num_warps STAGES"
+        if gated:
+            more = "2048 512 4 3, 2048 512 8 1, 4096 512 8 3, 2048 256 8 3, 2048 1024 8 3"
+        elif small:
+            more = (
+                "2048 128 4 3, 2048 128 4 5, 2048 64 4 4, 2048 64 4 3, 2048 64 4 1, 1024 128 4 4, 1024 128 4 5,"
+                "1024 64 4 4, 2048 256 4 4, 2048 128 8 4, 4096 128 8 3, 4096 64 8 1, 4096 128 4 3, 1024 128 2 4"
+            )
+        else:
+            more = "2048 64 4 4, 2048 64 2 3, 2048 32 4 4, 2048 128 4 3, 2048 71 4 4"
+        configs = [norms.backward_config(width, gated), *table(names, more)]
         report[f"{name} backward"] = sweep(
             f"{name} backward",
             configs,
@@ -435,7 +456,13 @@ def main() -> int:
     settings = {
         "rows": T,
         "conv": {"forward": convs.FORWARD, "backward": convs.BACKWARD},
-        "norm": {"forward": norms.FORWARD, "backward": norms.BACKWARD},
+        "norm": {
+            "forward": norms.FORWARD,
+            "backward": norms.BACKWARD,
+            "narrow_backward": norms.NARROW_BACKWARD,
+            "gated_forward": norms.GATED_FORWARD,
+            "gated_backward": norms.GATED_BACKWARD,
+        },
         "swiglu": {"forward": gates.SWIGLU_FORWARD, "backward": gates.SWIGLU_BACKWARD},
         "head_gate": {"forward": gates.HEAD_GATE_FORWARD, "backward": gates.HEAD_GATE_BACKWARD},
         "rope": {"queries": ropes.QUERIES, "keys": ropes.KEYS_FORWARD, "keys_backward": ropes.KEYS_BACKWARD},

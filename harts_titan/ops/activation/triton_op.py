@@ -13,10 +13,10 @@ from torch import Tensor
 
 from harts_titan.ops.activation.kernels import head_gate_backward, head_gate_forward, swiglu_backward, swiglu_forward
 
-SWIGLU_FORWARD = {"TILE": 4096, "BF": 512, "num_warps": 4}
-SWIGLU_BACKWARD = {"TILE": 2048, "BF": 512, "num_warps": 4}
-HEAD_GATE_FORWARD = {"TILE": 4096, "num_warps": 4}
-HEAD_GATE_BACKWARD = {"TILE": 4096, "num_warps": 4}
+SWIGLU_FORWARD = {"TILE": 1024, "BF": 512, "num_warps": 4}
+SWIGLU_BACKWARD = {"TILE": 1024, "BF": 512, "num_warps": 4}
+HEAD_GATE_FORWARD = {"TILE": 2048, "num_warps": 4}
+HEAD_GATE_BACKWARD = {"TILE": 2048, "num_warps": 4}
 """Pinned launch configurations: elements of a program's tile, its columns at most."""
 
 

@@ -14,9 +14,14 @@ from torch import Tensor
 from harts_titan.ops.norm.kernels import norm_backward, norm_forward
 from harts_titan.ops.row_sums import row_sums
 
-FORWARD = {"TILE": 4096, "num_warps": 4}
-BACKWARD = {"TILE": 2048, "STEPS": 32, "num_warps": 4, "STAGES": 3}
-"""Pinned launch configurations: elements of a tile (whole rows), tiles of a backward program, tiles read ahead."""
+FORWARD = {"TILE": 4096, "num_warps": 2}
+GATED_FORWARD = {"TILE": 2048, "num_warps": 4}
+BACKWARD = {"TILE": 2048, "BT": 64, "num_warps": 4, "STAGES": 3}
+NARROW_BACKWARD = {"TILE": 2048, "BT": 128, "num_warps": 4, "STAGES": 4}
+GATED_BACKWARD = {"TILE": 2048, "BT": 512, "num_warps": 8, "STAGES": 3}
+"""Pinned launch configurations: elements of a tile (whole rows), rows of a backward program, tiles on their way there.
+Narrow rows are up to ``_NARROW`` elements; gated ones are the many rows of heads."""
+_NARROW = 1024
 
 
 def rms_norm_triton(x: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -43,8 +48,11 @@ def _rows(x: Tensor) -> Tensor:
 def _blocks(config: dict[str, int], width: int) -> dict[str, int]:
     """Rows and columns of a tile, and compiler options."""
     columns = triton.next_power_of_2(width)
-    options = {name: value for name, value in config.items() if name not in ("TILE", "STEPS")}
-    return {"BR": max(1, config["TILE"] // columns), "BD": columns, **options}
+    rows = max(1, config["TILE"] // columns)
+    options = {name: value for name, value in config.items() if name != "TILE"}
+    if "BT" in options:
+        options["BT"] = triton.cdiv(options["BT"], rows) * rows
+    return {"BR": rows, "BD": columns, **options}
 
 
 def launch_forward(
@@ -73,8 +81,7 @@ def launch_backward(
     """Fill contiguous ``dx`` and ``dgate`` and return the gradient of the scale; ``config`` as ``BACKWARD``."""
     N, D = x.shape
     options = _blocks(config, D)
-    BT = options["BR"] * config["STEPS"]
-    num_blocks = triton.cdiv(N, BT)
+    num_blocks = triton.cdiv(N, options["BT"])
     dw = x.new_empty((num_blocks, D), dtype=torch.float32)
     other = x if gate is None else gate
     with _device_of(x):
@@ -92,10 +99,16 @@ def launch_backward(
             other.stride(0),
             eps,
             GATED=gate is not None,
-            BT=BT,
             **options,
         )
     return row_sums(dw[:, None], weight.dtype)[:, 0]
+
+
+def backward_config(width: int, gated: bool) -> dict[str, int]:
+    """Pinned configuration for rows of ``width`` elements."""
+    if gated:
+        return GATED_BACKWARD
+    return NARROW_BACKWARD if width <= _NARROW else BACKWARD
 
 
 @torch.library.custom_op(
@@ -104,7 +117,8 @@ def launch_backward(
 def _norm(x, gate, weight, eps):
     y = torch.empty(x.shape, dtype=x.dtype if gate is None else gate.dtype, device=x.device)
     if y.numel():
-        launch_forward(_rows(x), None if gate is None else _rows(gate), weight.contiguous(), y, eps, FORWARD)
+        config = FORWARD if gate is None else GATED_FORWARD
+        launch_forward(_rows(x), None if gate is None else _rows(gate), weight.contiguous(), y, eps, config)
     return y
 
 
@@ -130,7 +144,7 @@ def _norm_backward(x, gate, weight, dy, eps):
         dx,
         None if gate is None else dgate,
         eps,
-        BACKWARD,
+        backward_config(x.shape[-1], gate is not None),
     )
     return dx, dgate, dw
 

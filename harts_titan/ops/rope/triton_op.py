@@ -13,9 +13,9 @@ from torch import Tensor
 
 from harts_titan.ops.rope.kernels import rope_keys_values_backward, rope_keys_values_forward, rope_queries_kernel
 
-QUERIES = {"BR": 32, "num_warps": 4}
-KEYS_FORWARD = {"BR": 32, "num_warps": 4}
-KEYS_BACKWARD = {"BT": 2, "num_warps": 4}
+QUERIES = {"BR": 16, "num_warps": 4}
+KEYS_FORWARD = {"BR": 8, "num_warps": 4}
+KEYS_BACKWARD = {"BT": 1, "num_warps": 4}
 """Pinned launch configurations: (row, head) pairs or rows of a program."""
 
 
