@@ -139,9 +139,13 @@ def numerics() -> Report:
         with checks.filled_allocations():
             result = checks.check_kda(sequences, SETTING, decay=decay, trajectories=trajectories)
         report[name] = result | {"worst": worst(result)}
-        print(f"{name:<24} worst gradient {report[name]['worst']}", flush=True)
+        print(f"{name:<24} {errors_of(result)}", flush=True)
     report["prefix"] = checks.check_kda_prefix(SETTING, length=C + 5 if DRY else 3 * C + 5, cuts=[1, C - 1, C + 1])
     return report
+
+
+def errors_of(result: Report) -> str:
+    return ", ".join(f"{k} {v[0]:.2e}/{v[1]:.2e}" for k, v in result.items() if isinstance(v, list))
 
 
 def worst(result: Report) -> tuple[str, float]:
@@ -164,8 +168,7 @@ def precision() -> Report:
                 result = checks.check_kda(sequences, SETTING, decay=decay)
             key = f"wide={wide} solve={solve} {decay}"
             report[key] = result | {"worst": worst(result)}
-            short = {k: f"{v[0]:.2e}/{v[1]:.2e}" for k, v in result.items() if isinstance(v, list)}
-            print(key, short, flush=True)
+            print(key, errors_of(result), flush=True)
         if DRY:
             break
     return report
@@ -407,14 +410,14 @@ SWEEP: dict[str, list[Config]] = {
     "chunk_forward": [
         HOPPER["chunk_forward"]._replace(tiles={"BK": bk, "BV": bv}, num_warps=w, constants={"WIDE": wide, "SOLVE": s})
         for bk, bv, w, wide, s in (
+            (32, 64, 4, False, "tf32"),
             (64, 64, 4, False, "tf32"),
             (64, 64, 8, False, "tf32"),
             (128, 64, 8, False, "tf32"),
-            (32, 64, 4, True, "tf32"),
+            (32, 32, 4, True, "tf32"),
             (32, 32, 4, False, "tf32x3"),
         )
-    ]
-    + [replaced("chunk_forward", constants={"WIDE": False, "SOLVE": "tf32", "maxnreg": 168})],
+    ],
     "state_scan_forward": [
         Config({"BV": bv}, w, s) for bv, w, s in ((16, 4, 3), (16, 4, 4), (64, 4, 3), (32, 8, 3), (32, 4, 2))
     ],

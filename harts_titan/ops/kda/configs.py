@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from harts_titan.ops.assembler import require_sound_ptxas
+
 BLOCK_ROWS = 16
 """Rows that share one reference point of their decay: exp(5 * 15) is far inside float32 and bfloat16."""
 
@@ -61,6 +63,8 @@ def _warps_and_stages(device: torch.device, itemsize: int, warps: int, stages: i
     if device.type != "cuda":
         return {"num_warps": 4, "num_stages": 1}
     capability = torch.cuda.get_device_capability(device)
+    if capability[0] == 9:
+        require_sound_ptxas()
     if capability[0] >= 10:
         # Triton before 3.8 races in a tl.dot recurrence on Blackwell with more than two warps.
         warps = min(warps, 2)
