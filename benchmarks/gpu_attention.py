@@ -465,43 +465,74 @@ def index_list() -> Report:
     return report
 
 
-SWEEP = {
-    "forward": (Launch(64, 64, 4, 3), Launch(128, 64, 8, 2), Launch(128, 128, 8, 2)),
-    "query_gradient": (Launch(64, 64, 8, 2), Launch(128, 64, 8, 2)),
-    "key_gradients": (Launch(64, 64, 8, 2), Launch(64, 128, 8, 2), Launch(128, 64, 8, 1)),
+# Query tiles of forward and of the gradient of q are the same; the gradient's key tiles divide those of forward.
+SWEEP: dict[str, tuple[tuple[Launch, ...], ...]] = {
+    "forward": (
+        (Launch(64, 64, 4, 2), Launch(64, 32, 4, 3)),
+        (Launch(64, 64, 4, 3), Launch(64, 32, 4, 2)),
+        (Launch(64, 64, 8, 2), Launch(64, 64, 4, 2)),
+        (Launch(64, 32, 4, 3), Launch(64, 32, 8, 3)),
+        (Launch(128, 64, 8, 2), Launch(128, 64, 8, 2)),
+        (Launch(128, 64, 8, 3), Launch(128, 64, 8, 3)),
+        (Launch(128, 128, 8, 2), Launch(128, 32, 8, 3)),
+    ),
+    "key_gradients": tuple(
+        (Launch(*options),)
+        for options in (
+            (32, 64, 4, 3),
+            (32, 64, 4, 2),
+            (64, 64, 4, 2),
+            (64, 64, 4, 3),
+            (64, 64, 8, 2),
+            (32, 128, 8, 2),
+            (32, 128, 8, 3),
+            (64, 128, 8, 2),
+        )
+    ),
 }
 
 
 def sweep() -> Report:
-    """Configurations of the three Triton kernels, each with the others pinned; milliseconds of the forward or both."""
+    """Launches of the Triton kernels, the others pinned: forward alone, the gradient of q, the gradients of k and v.
+
+    TFLOP/s of a gradient count its own products: three of five for q (scores, their gradient, q), four for k and v.
+    """
     tree = trees()["episode" if DRY else "treestep"]
     x, do = inputs(tree.layout.num_rows)
-    flops = 2 * tree.pairs * H * (K + V)
+    x = [t.detach() for t in x]
+    pair = 2 * tree.pairs * H
+    work = {"forward": K + V, "query_gradient": 2 * K + V, "key_gradients": 2 * K + 2 * V}
     pinned = triton_op.CONFIGURATION
     report: Report = {}
-    first: Tensor | None = None
-    for kernel, launches in SWEEP.items():
-        for launch in launches[:1] if DRY else launches:
-            config = pinned._replace(**{kernel: launch})
-            if kernel != "key_gradients":
-                # The two share their lists.
-                config = config._replace(forward=launch, query_gradient=launch)
-            name = f"{kernel} {tuple(launch)}"
+    first: list[Tensor] | None = None
+    for kernel, candidates in SWEEP.items():
+        for launches in candidates[:1] if DRY else candidates:
+            config = pinned._replace(**{kernel: launches[0]})
+            if kernel == "forward":
+                config = config._replace(query_gradient=launches[1])
             try:
                 triton_op.CONFIGURATION = Configuration(*config)
                 mask = tree_mask(tree.layout, DEVICE)
-                o = tree_attention_triton(*x, mask, SCALE)
-                first = o.detach() if first is None else first
-                assert checks.relative(o, first) < 4 * torch.finfo(DTYPE).eps
+                lists = tuple(triton_op.prepare_tables(mask, DTYPE))
+                rest = (*lists, mask.num_external_rows, SCALE)
+                forward = functools.partial(triton_op._attention_forward, *x, mask.tin_Y, *rest)
+                out, lse = forward()
+                by_query = functools.partial(triton_op.query_gradient, *x, out, lse, do, *lists, SCALE)
+                dq, delta = by_query()
+                by_key = functools.partial(triton_op.key_gradients, *x, lse, delta, do, mask.tin_Y, *rest)
+                result = [out, dq, *by_key()]
+                first = result if first is None else first
+                error = max(checks.relative(a, b) for a, b in zip(result, first))
+                assert error < 4 * torch.finfo(DTYPE).eps, error
+                parts: dict[str, Callable[[], object]] = {"key_gradients": by_key}
                 if kernel == "forward":
-                    with torch.no_grad():
-                        entry = median_ms(lambda m=mask: tree_attention_triton(*x, m, SCALE), repeats=3)
-                    report[name] = rate(entry, flops=flops)
-                else:
-                    entry = median_ms(lambda o=o: torch.autograd.grad(o, x, do, retain_graph=True), repeats=3)
-                    report[name] = rate(entry, flops=2.5 * flops)
-                line(name, report[name])
+                    parts = {"forward": forward, "query_gradient": by_query}
+                for (part, run), launch in zip(parts.items(), launches):
+                    name = f"{part} {tuple(launch)}"
+                    report[name] = rate(median_ms(run, repeats=3), flops=pair * work[part])
+                    line(name, report[name])
             except Exception as problem:
+                name = f"{kernel} {[tuple(launch) for launch in launches]}"
                 report[name] = {"error": repr(problem)[-2000:]}
                 print(f"{name} FAILED {problem!r}"[:1000], flush=True)
             finally:

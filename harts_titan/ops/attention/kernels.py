@@ -4,7 +4,10 @@ Forward and the gradient of q walk a path's key tiles from position 0; tiles lie
 row's result has the bits of its trajectory run alone. Gradients of k and v walk the rows that see a tile of keys.
 
 Letters: T own rows, Y path rows, H heads, K query-key width (KA + KB, powers of two; KB = 0: one part), V value width,
-M rows of a query tile, N rows of a key tile.
+M rows of a query tile, N rows of a key tile, L rows of a listed key tile (a multiple of N).
+
+Loops over a path's keys carry the rows of the tile they are at, and load those of the next tile while they work: as
+the first load of a step they would keep Triton from fetching keys and values ahead.
 """
 
 from __future__ import annotations
@@ -52,40 +55,41 @@ def _query_tile(tiles, query_chain, query_first, chain_row, chain_rows, chain_po
 
 
 @triton.jit
-def _key_rows(list_at, rows_N, j, end, N: tl.constexpr, CHECKED: tl.constexpr):
-    """Positions of key tile ``j``, whether they are on the path up to ``end``, and their rows."""
-    position = j * N + tl.arange(0, N)
-    number = tl.load(list_at + j).to(tl.int64)
-    if CHECKED:
-        valid = position < end
-        rows = tl.load(rows_N + number * N + tl.arange(0, N), mask=valid, other=0)
-    else:
-        valid = position >= 0
-        rows = tl.load(rows_N + number * N + tl.arange(0, N))
-    return position, valid, rows.to(tl.int64)
+def _number(list_at, j, last, N: tl.constexpr, L: tl.constexpr):
+    """Listed tile that holds key tile ``j``; the last one for tiles behind the end."""
+    return tl.load(list_at + tl.minimum(j * N // L, last)).to(tl.int64)
+
+
+@triton.jit
+def _key_rows(rows_N, number, j, N: tl.constexpr, L: tl.constexpr):
+    """Path rows of key tile ``j``: N of the L of listed tile ``number``."""
+    return tl.load(rows_N + number * L + j * N % L + tl.arange(0, N))
 
 
 @triton.jit
 def _attend(
-    j, q, qq, peak, total, o, position_M, end, k, v, stride_k, base_k, stride_v, base_v, list_at, rows_N, scale,
+    j, q, qq, peak, total, o, rows, position_M, end, k, v, stride_k, base_k, stride_v, base_v, scale,
     KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     CHECKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One step of the online softmax; ``scale`` is in base 2."""
-    position_N, valid, rows = _key_rows(list_at, rows_N, j, end, N, CHECKED)
+    """One step of the online softmax; ``scale`` is in base 2, ``peak`` before it."""
+    position_N = j * N + tl.arange(0, N)
+    valid = position_N < end
+    rows = rows.to(tl.int64)
     key = _rows(k, rows, valid, stride_k, base_k, 0, KA, CHECKED)
     rest = key
     if KB > 0:
         rest = _rows(k, rows, valid, stride_k, base_k, KA, KB, CHECKED)
-    s = _product(q, qq, key, rest, KB, PRECISION) * scale
+    s = _product(q, qq, key, rest, KB, PRECISION)
+    visible = position_N[None, :] <= position_M[:, None]
     if CHECKED:
-        s = tl.where(position_N[None, :] <= position_M[:, None], s, LOWEST)
+        s = tl.where(visible, s, LOWEST)
     peak_now = tl.maximum(peak, tl.max(s, 1))
-    p = tl.math.exp2(s - peak_now[:, None])
+    p = tl.math.exp2(s * scale - (peak_now * scale)[:, None])
     if CHECKED:
         # A tile above the rows of a query tile that begins inside a chain may hide every key of a row.
-        p = tl.where(position_N[None, :] <= position_M[:, None], p, 0.0)
-    shrink = tl.math.exp2(peak - peak_now)
+        p = tl.where(visible, p, 0.0)
+    shrink = tl.math.exp2((peak - peak_now) * scale)
     total = total * shrink + tl.sum(p, 1)
     value = _rows(v, rows, valid, stride_v, base_v, 0, V, CHECKED)
     o = o * shrink[:, None]
@@ -99,7 +103,7 @@ def attention_forward(
     query_chain, query_first, chain_row, chain_rows, chain_position, chain_list, list_L, rows_N,
     scale, T, tiles, q_row, q_head, k_row, k_head, v_row, v_head,
     H: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Output (T, H, V) and base-2 log-sum-exp (H, T)."""
     head, rows, valid, position, begin, end, first = _query_tile(
@@ -114,32 +118,43 @@ def attention_forward(
     out = tl.zeros([M, V], dtype=tl.float32)
     scale_2 = scale * LOG2_E
     list_at = list_L + first
+    last = tl.cdiv(end, L) - 1
+    rows_j = _key_rows(rows_N, _number(list_at, 0, last, N, L), 0, N, L)
+    number = _number(list_at, 1, last, N, L)
     # Whole tiles end at or above the tile's first position, which depends on the grid alone.
     whole = begin // N
     for j in range(0, whole):
+        following = _key_rows(rows_N, number, j + 1, N, L)
+        number = _number(list_at, j + 2, last, N, L)
         peak, total, out = _attend(
-            j, query, rest, peak, total, out, position, end, k, v, k_row, head * k_head, v_row, head * v_head,
-            list_at, rows_N, scale_2, KA, KB, V, N, False, PRECISION,
+            j, query, rest, peak, total, out, rows_j, position, end, k, v, k_row, head * k_head, v_row, head * v_head,
+            scale_2, KA, KB, V, N, False, PRECISION,
         )  # fmt: skip
+        rows_j = following
     for j in range(whole, tl.cdiv(end, N)):
+        following = _key_rows(rows_N, number, j + 1, N, L)
+        number = _number(list_at, j + 2, last, N, L)
         peak, total, out = _attend(
-            j, query, rest, peak, total, out, position, end, k, v, k_row, head * k_head, v_row, head * v_head,
-            list_at, rows_N, scale_2, KA, KB, V, N, True, PRECISION,
+            j, query, rest, peak, total, out, rows_j, position, end, k, v, k_row, head * k_head, v_row, head * v_head,
+            scale_2, KA, KB, V, N, True, PRECISION,
         )  # fmt: skip
+        rows_j = following
     total = tl.where(valid, total, 1.0)
     out = out / total[:, None]
     at = (rows * H + head)[:, None] * V + tl.arange(0, V)[None, :]
     tl.store(o + at, out.to(o.dtype.element_ty), mask=valid[:, None])
-    tl.store(lse + head * T + rows, peak + tl.math.log2(total), mask=valid)
+    tl.store(lse + head * T + rows, peak * scale_2 + tl.math.log2(total), mask=valid)
 
 
 @triton.jit
 def _query_gradient(
-    j, q, qq, do, lse, delta, dq, dqq, position_M, end, k, v, stride_k, base_k, stride_v, base_v, list_at, rows_N,
-    scale, KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
+    j, q, qq, do, lse, delta, dq, dqq, rows, position_M, end, k, v, stride_k, base_k, stride_v, base_v, scale,
+    KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, N: tl.constexpr,
     CHECKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    position_N, valid, rows = _key_rows(list_at, rows_N, j, end, N, CHECKED)
+    position_N = j * N + tl.arange(0, N)
+    valid = position_N < end
+    rows = rows.to(tl.int64)
     key = _rows(k, rows, valid, stride_k, base_k, 0, KA, CHECKED)
     rest = key
     if KB > 0:
@@ -162,7 +177,7 @@ def attention_query_gradient(
     query_chain, query_first, chain_row, chain_rows, chain_position, chain_list, list_L, rows_N,
     scale, T, tiles, q_row, q_head, k_row, k_head, v_row, v_head, do_row, do_head,
     H: tl.constexpr, KA: tl.constexpr, KB: tl.constexpr, V: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    PRECISION: tl.constexpr,
+    L: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradient of q (T, H, K), and ``delta = sum(do * o)`` (H, T) for the other kernel."""
     head, rows, valid, position, begin, end, first = _query_tile(
@@ -184,17 +199,26 @@ def attention_query_gradient(
         second_part = tl.zeros([M, KB], dtype=tl.float32)
     scale_2 = scale * LOG2_E
     list_at = list_L + first
+    last = tl.cdiv(end, L) - 1
+    rows_j = _key_rows(rows_N, _number(list_at, 0, last, N, L), 0, N, L)
+    number = _number(list_at, 1, last, N, L)
     whole = begin // N
     for j in range(0, whole):
+        following = _key_rows(rows_N, number, j + 1, N, L)
+        number = _number(list_at, j + 2, last, N, L)
         first_part, second_part = _query_gradient(
-            j, query, rest, dout, peak, mean, first_part, second_part, position, end, k, v, k_row, head * k_head,
-            v_row, head * v_head, list_at, rows_N, scale_2, KA, KB, V, N, False, PRECISION,
+            j, query, rest, dout, peak, mean, first_part, second_part, rows_j, position, end, k, v, k_row,
+            head * k_head, v_row, head * v_head, scale_2, KA, KB, V, N, False, PRECISION,
         )  # fmt: skip
+        rows_j = following
     for j in range(whole, tl.cdiv(end, N)):
+        following = _key_rows(rows_N, number, j + 1, N, L)
+        number = _number(list_at, j + 2, last, N, L)
         first_part, second_part = _query_gradient(
-            j, query, rest, dout, peak, mean, first_part, second_part, position, end, k, v, k_row, head * k_head,
-            v_row, head * v_head, list_at, rows_N, scale_2, KA, KB, V, N, True, PRECISION,
+            j, query, rest, dout, peak, mean, first_part, second_part, rows_j, position, end, k, v, k_row,
+            head * k_head, v_row, head * v_head, scale_2, KA, KB, V, N, True, PRECISION,
         )  # fmt: skip
+        rows_j = following
     at = (rows * H + head)[:, None] * (KA + KB)
     column = tl.arange(0, KA)[None, :]
     tl.store(dq + at + column, (first_part * scale).to(dq.dtype.element_ty), mask=valid[:, None])

@@ -33,12 +33,23 @@ class Configuration(NamedTuple):
 
     forward: Launch
     query_gradient: Launch
-    """Same tiles as ``forward``: they share lists."""
+    """Query tiles of ``forward``, and its key tiles or equal parts of them: the two share lists."""
     key_gradients: Launch
 
+    def check(self) -> None:
+        """Raises:
+        ValueError: If the kernels that share lists have other tiles.
+        """
+        forward, gradient = self.forward, self.query_gradient
+        if gradient.block_q != forward.block_q or forward.block_kv % gradient.block_kv:
+            raise ValueError(
+                f"query_gradient {gradient} must have the query tiles and divide the key tiles of {forward}"
+            )
 
-CONFIGURATION = Configuration(Launch(64, 64, 4, 2), Launch(64, 64, 4, 2), Launch(64, 64, 4, 2))
-"""float16 and bfloat16 on compute capability 9."""
+
+CONFIGURATION = Configuration(Launch(64, 64, 4, 2), Launch(64, 32, 4, 3), Launch(32, 64, 4, 3))
+"""float16 and bfloat16 on compute capability 9. All three leave room for two programs on a multiprocessor (104, 100 and
+100 KiB of shared memory at K = 192, V = 128), one of which multiplies while the other does the softmax."""
 CONFIGURATION_FLOAT32 = Configuration(Launch(16, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1))
 
 
@@ -55,19 +66,22 @@ def tree_attention_triton(q_THK: Tensor, k_YHK: Tensor, v_YHV: Tensor, mask: Tre
         k_YHK: Keys of the path rows, external rows first; same dtype.
         v_YHV: Values, same dtype.
         mask: Depth-first intervals of the path rows, on the inputs' device.
-        scale: Factor of the scores, usually K ** -0.5.
+        scale: Factor of the scores, positive, usually K ** -0.5.
 
     Returns:
         (T, H, V) in the inputs' dtype.
 
     Raises:
-        ValueError: If shapes or dtypes are not supported: K and V are powers of two of at least 16, K may also be the
-            sum of two (192 = 128 + 64).
+        ValueError: If the scale is not positive, or shapes or dtypes are not supported: K and V are powers of two of at
+            least 16, K may also be the sum of two (192 = 128 + 64).
 
     Memory: one float32 log-sum-exp per row and head beside the output, one more in the backward pass, and the lists
     (kept with the mask).
     """
     widths(q_THK.shape[-1], v_YHV.shape[-1])
+    if not scale > 0:
+        # The running maximum is taken before the scale.
+        raise ValueError(f"scale must be positive, got {scale}")
     if q_THK.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"q, k, v must be float16, bfloat16 or float32, got {q_THK.dtype}")
     if k_YHK.dtype != q_THK.dtype or v_YHV.dtype != q_THK.dtype:
@@ -85,6 +99,7 @@ def prepare_tables(mask: TreeMask, dtype: torch.dtype) -> PathTables:
     Call it before a ``torch.compile`` region that runs :func:`tree_attention_triton`: host work cannot be traced.
     """
     config = configuration(dtype)
+    config.check()
     blocks = (config.forward.block_q, config.forward.block_kv, config.key_gradients.block_kv)
     cache: dict[tuple[int, ...], PathTables] | None = getattr(mask, "_path_tables", None)
     if cache is not None and blocks in cache:
@@ -162,7 +177,7 @@ def _attention_forward(q, k, v, tin, packed, sizes, num_external, scale):
     with _device_of(q):
         attention_forward[(tiles * H,)](
             q, k, v, out, lse, *lists[:8], scale, T, tiles, *strides,
-            **_constants(q, v, configuration(q.dtype).forward),
+            **_constants(q, v, configuration(q.dtype).forward), L=configuration(q.dtype).forward.block_kv,
         )  # fmt: skip
     return out, lse
 
@@ -184,27 +199,42 @@ def _(q, k, v, tin, packed, sizes, num_external, scale):
     ),
 )
 def _attention_backward(q, k, v, out, lse, dout, tin, packed, sizes, num_external, scale):
-    T, H, _ = q.shape
-    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    if T == 0:
-        return dq, dk.zero_(), dv.zero_()
+    if q.shape[0] == 0:
+        return q.new_empty(q.shape), torch.zeros_like(k), torch.zeros_like(v)
     q, k, v, dout = map(_last_contiguous, (q, k, v, dout))
+    dq, delta = query_gradient(q, k, v, out, lse, dout, packed, sizes, scale)
+    return dq, *key_gradients(q, k, v, lse, delta, dout, tin, packed, sizes, num_external, scale)
+
+
+def query_gradient(q, k, v, out, lse, dout, packed, sizes, scale):
+    """Gradient of q and ``sum(dout * out)``, float32 (H, T); last dimensions are contiguous."""
+    T, H, _ = q.shape
+    dq, delta = q.new_empty(q.shape), torch.empty_like(lse)
     lists = views(packed, sizes)
     config = configuration(q.dtype)
-    delta = torch.empty_like(lse)
     strides = [s for x in (q, k, v, dout) for s in x.stride()[:2]]
     tiles = lists.query_chain_I.shape[0]
     with _device_of(q):
         attention_query_gradient[(tiles * H,)](
             q, k, v, out, dout, lse, delta, dq, *lists[:8], scale, T, tiles, *strides,
-            **_constants(q, v, config.query_gradient),
+            **_constants(q, v, config.query_gradient), L=config.forward.block_kv,
         )  # fmt: skip
-        tiles = lists.key_row_J.shape[0]
+    return dq, delta
+
+
+def key_gradients(q, k, v, lse, delta, dout, tin, packed, sizes, num_external, scale):
+    """Gradients of k and v, from the log-sum-exp and what :func:`query_gradient` gives."""
+    T, H, _ = q.shape
+    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+    lists = views(packed, sizes)
+    strides = [s for x in (q, k, v, dout) for s in x.stride()[:2]]
+    tiles = lists.key_row_J.shape[0]
+    with _device_of(q):
         attention_key_gradients[(tiles * H,)](
             q, k, v, dout, lse, delta, dk, dv, tin, *lists[8:], scale, T, num_external, tiles, *strides,
-            **_constants(q, v, config.key_gradients),
+            **_constants(q, v, configuration(q.dtype).key_gradients),
         )  # fmt: skip
-    return dq, dk, dv
+    return dk, dv
 
 
 @_attention_backward.register_fake
