@@ -5,7 +5,8 @@
 
 ``rows`` times the movers, the gated activation and their alternatives against compulsory bytes; ``router`` the router's
 product, choice and routes; ``products`` the grouped products with weights side by side or not; ``layer`` a whole MoE
-layer with kernels and with the plain PyTorch forms.
+layer with kernels and with the plain PyTorch forms. ``products`` also tries other layouts of the weights, and a Triton
+kernel for sums over 512 with small tiles.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gpu_timing import DEVICE, DRY, Report, copy_bandwidth, gemm_rate, line, med
 
 if DRY:
     import tests.numerics.triton_interpreter  # noqa: F401
+import grouped_variants
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -426,9 +428,53 @@ def products() -> Report:
     note("up_backward_dw_strided", lambda: [mm(dh[:, i : i + HIDDEN].t(), x, offs=offsets) for i in (0, HIDDEN)], 2)
     note("up_backward_dw_contiguous", lambda: [mm(g.t(), x, offs=offsets) for g in (dg, du)], 2)
     note("up_backward_dw_one_call", lambda: mm(dh.t(), x, offs=offsets), 2)
+    # Other layouts: which dimension of the weight is contiguous, and the price of making it so.
+    w2t, w13t = (w.transpose(1, 2).contiguous() for w in (w2, w13))
+    note("down_rows_of_f", lambda: mm(a, w2t, offs=offsets), 1)
+    note("down_rows_of_f_copied", lambda: mm(a, t2.contiguous(), offs=offsets), 1)
+    half = DIM // 2
+    note("down_two_halves", lambda: [mm(a, w2[:, i : i + half].transpose(1, 2), offs=offsets) for i in (0, half)], 1)
+    note("down_backward_da_rows_of_d", lambda: mm(dy, w2t.transpose(1, 2), offs=offsets), 1)
+    note("down_backward_dw2_turned", lambda: mm(a.t(), dy, offs=offsets), 1)
+    note("up_backward_dx_one_call", lambda: mm(dh, w13, offs=offsets), 2)
+    note("up_backward_dx_rows_of_h", lambda: mm(dh, w13t.transpose(1, 2), offs=offsets), 2)
+    note("up_backward_dw_turned", lambda: mm(x.t(), dh, offs=offsets), 2)
+    report["triton_down"] = triton_down(a, w2, offsets, mm(a, t2, offs=offsets), note)
     dense = randn(ROUTED, DIM, seed=7)
     note("dense_up_one_call", lambda: dense @ w13[0].t(), 2)
     note("dense_down", lambda: a @ w2[0].t(), 1)
+    return report
+
+
+GROUPED = ((16, 16, 16, 1, 1),) if DRY else (
+    (128, 128, 64, 8, 3),
+    (128, 128, 64, 4, 3),
+    (128, 128, 64, 8, 4),
+    (128, 256, 64, 8, 3),
+    (64, 256, 64, 4, 3),
+    (128, 128, 128, 8, 2),
+)  # fmt: skip
+
+
+def triton_down(a: Tensor, w2: Tensor, offsets: Tensor, want: Tensor, note: Callable[..., None]) -> Report:
+    """The short sums of the second product by a Triton kernel; checked first."""
+    report: Report = {}
+    for options in GROUPED:
+        launch = grouped_variants.Launch(*options)
+        try:
+            error = grouped_variants.check(launch, DEVICE, DTYPE)
+            assert error < 2 * torch.finfo(DTYPE).eps, error
+            error = relative(grouped_variants.product(a, w2, offsets, launch, by_column=True), want)
+            assert error < 2 * torch.finfo(DTYPE).eps, error
+        except Exception as problem:  # a form that does not compile must not hide the others
+            report[str(options)] = repr(problem)[:500]
+            print(options, "failed:", repr(problem)[:300], flush=True)
+            continue
+        report[str(options)] = error
+        for by_column in (True, False):
+            name = f"down_triton_{'_'.join(map(str, options))}{'' if by_column else '_by_row_tile'}"
+            run = grouped_variants.product
+            note(name, lambda run=run, n=launch, c=by_column: run(a, w2, offsets, n, by_column=c), 1)
     return report
 
 
