@@ -37,14 +37,10 @@ class Configuration(NamedTuple):
     key_gradients: Launch
 
     def check(self) -> None:
-        """Raises:
-        ValueError: If the kernels that share lists have other tiles.
-        """
-        forward, gradient = self.forward, self.query_gradient
-        if gradient.block_q != forward.block_q or forward.block_kv % gradient.block_kv:
-            raise ValueError(
-                f"query_gradient {gradient} must have the query tiles and divide the key tiles of {forward}"
-            )
+        """Raise ValueError if the kernels that share lists have tiles that do not fit together."""
+        lists, tiles = self.forward, self.query_gradient
+        if tiles.block_q != lists.block_q or lists.block_kv % tiles.block_kv:
+            raise ValueError(f"query_gradient {tiles} must have the query tiles of {lists} and divide its key tiles")
 
 
 CONFIGURATION = Configuration(Launch(64, 64, 4, 2), Launch(64, 32, 4, 3), Launch(32, 64, 4, 3))
