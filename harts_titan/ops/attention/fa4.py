@@ -92,7 +92,8 @@ def _last_queries_first() -> Iterator[None]:
     """Kernels compiled inside run their programs from the last block of queries to the first.
 
     flash-attn-4 has this order for its causal mask only. A kernel is compiled once per mask function, so the order
-    belongs to :func:`ancestor_mask`; another thread that compiles meanwhile gets it too, with equal results.
+    belongs to :func:`ancestor_mask`; another thread that compiles meanwhile gets it too, with equal results. Only for
+    compute capability 9: kernels of others cut their blocks in other ways.
     """
     scheduler = tile_scheduler.SingleTileScheduler
     original = scheduler.get_current_work
@@ -209,7 +210,8 @@ def _attention_forward(q, k, v, tin, tout, words, lists, sizes, scale):
     if q.shape[0] == 0:
         return v.new_empty((0, *v.shape[1:])), q.new_empty((q.shape[1], 0), dtype=torch.float32)
     blocks = _lists(lists, q.shape[0], k.shape[0], sizes[:2])
-    with torch.cuda.device(q.device), _last_queries_first():
+    hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+    with torch.cuda.device(q.device), _last_queries_first() if hopper else contextlib.nullcontext():
         out, lse = _flash_attn_fwd(
             q[None],
             k[None],
