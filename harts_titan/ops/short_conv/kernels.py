@@ -69,6 +69,13 @@ def _load_tap(x, x_stride, tap, i_t, o_d, m_d, j: tl.constexpr):
 
 
 @triton.jit
+def _load_row(x, x_stride, tap, i_t, o_d, m_d):
+    """Input of row ``i_t`` itself."""
+    i_x = tl.load(tap + i_t * 4 + 3).to(tl.int64)
+    return tl.load(x + i_x * x_stride + o_d, mask=m_d, other=0.0)
+
+
+@triton.jit
 def _tap_sum(x0, x1, x2, x3, w0, w1, w2, w3):
     return tl.fma(x3, w3, tl.fma(x2, w2, tl.fma(x1, w1, x0 * w0)))
 
@@ -123,13 +130,16 @@ def conv_forward(
                 x1 = x2
                 x2 = x3
         else:
+            # A row ahead.
+            b_x = _load_row(x, x_stride, tap, i_t, o_d, m_d)
             for i_u in range(0, tl.minimum(i_e - i_t, U).to(tl.int32)):
                 i_r = i_t + i_u
+                x3 = b_x.to(tl.float32)
+                b_x = _load_row(x, x_stride, tap, tl.minimum(i_r + 1, i_e - 1), o_d, m_d)
                 if (tl.load(kind + i_r) & HEAD) != 0:
                     x0 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 0)
                     x1 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 1)
                     x2 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 2)
-                x3 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 3)
                 a = _tap_sum(x0, x1, x2, x3, w0, w1, w2, w3)
                 tl.store(y + i_r * D + o_d, _silu(a).to(y.dtype.element_ty), mask=m_d)
                 x0 = x1
@@ -258,9 +268,17 @@ def conv_backward(
                 x1 = x2
                 x2 = x3
         else:
+            # A row ahead.
+            b_x = _load_row(x, x_stride, tap, i_t, o_d, m_d)
+            b_g = tl.load(dy + i_t * D + o_d, mask=m_d, other=0.0)
             for i_u in range(0, tl.minimum(i_e - i_t, U).to(tl.int32)):
                 i_r = i_t + i_u
                 i_kind = tl.load(kind + i_r)
+                x3 = b_x.to(tl.float32)
+                g = b_g.to(tl.float32)
+                i_q = tl.minimum(i_r + 1, i_e - 1)
+                b_x = _load_row(x, x_stride, tap, i_q, o_d, m_d)
+                b_g = tl.load(dy + i_q * D + o_d, mask=m_d, other=0.0)
                 if (i_kind & HEAD) != 0:
                     x0 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 0)
                     x1 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 1)
@@ -269,9 +287,7 @@ def conv_backward(
                     d1 = tl.zeros([BD], dtype=tl.float32)
                     d2 = tl.zeros([BD], dtype=tl.float32)
                     i_own = i_b - 3
-                x3 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 3)
-                b_g = tl.load(dy + i_r * D + o_d, mask=m_d, other=0.0).to(tl.float32)
-                g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), b_g)
+                g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), g)
                 d0 = tl.fma(g, w0, d0)
                 _emit(dx, slots, target, i_r, 0, d0, D, o_d, m_d, i_r - 3 >= i_own)
                 d0 = tl.fma(g, w1, d1)
