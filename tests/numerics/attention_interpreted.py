@@ -14,8 +14,8 @@ import torch._dynamo.testing
 import tests.numerics.kernel_checks as checks
 import tests.numerics.triton_interpreter  # noqa: F401
 from harts_titan.models.common.tree_inputs import tree_mask
-from harts_titan.ops.attention import TreeMask
-from harts_titan.ops.attention.triton_op import prepare_tables, tree_attention_triton
+from harts_titan.ops.attention import TreeMask, triton_op
+from harts_titan.ops.attention.triton_op import Launch, prepare_tables, tree_attention_triton
 
 HALF = checks.Setting("cpu", torch.float16, num_heads=2, key_dim=48, value_dim=32, chunk_size=16)
 SINGLE = checks.Setting("cpu", torch.float32, num_heads=1, key_dim=16, value_dim=32, chunk_size=16)
@@ -143,20 +143,59 @@ def compiled() -> dict[str, object]:
     return {"graphs": graphs}
 
 
-def refuses() -> dict[str, object]:
-    mask = alone(5)
-    for key, value, dtype, word in ((24, 32, torch.float32, "powers of two"), (16, 32, torch.float64, "float32")):
-        x = checks.attention_inputs(mask, checks.Setting("cpu", dtype, num_heads=1, key_dim=key, value_dim=value))
-        try:
-            tree_attention_triton(*x, mask, SCALE)
-        except ValueError as error:
-            assert word in str(error), error
-        else:
-            raise AssertionError(f"K = {key}, V = {value}, {dtype} was accepted")
+def unseen_rows_stay_unseen() -> dict[str, object]:
+    """Tiles that a path fills in part are padded with row 0: whatever is there must not reach others."""
+    layout = checks.layout_of([(-1, 20), (-1, 20)], 16)
+    mask = tree_mask(layout, "cpu")
+    first, second = checks.trajectories_of(layout)
+    if first[0] != 0:
+        first, second = second, first
+    for setting in (HALF, SINGLE):
+        x = [t.detach() for t in checks.attention_inputs(mask, setting)]
+        for t in x:
+            t[first] = float("nan")
+        x = [t.requires_grad_() for t in x]
+        o = tree_attention_triton(*x, mask, SCALE)
+        for result in (o.detach(), *torch.autograd.grad(o, x, torch.ones_like(o))):
+            assert result[second].isfinite().all() and result[first[0]].isnan().any()
     return {}
 
 
-CASES = (trees, forks_at_every_offset, other_orders, nothing_to_do, views_in_place, compiled, refuses)
+def refuses() -> dict[str, object]:
+    mask = alone(5)
+    for key, value, dtype, scale, word in (
+        (24, 32, torch.float32, SCALE, "powers of two"),
+        (16, 32, torch.float64, SCALE, "float32"),
+        (16, 32, torch.float32, -SCALE, "positive"),
+    ):
+        x = checks.attention_inputs(mask, checks.Setting("cpu", dtype, num_heads=1, key_dim=key, value_dim=value))
+        try:
+            tree_attention_triton(*x, mask, scale)
+        except ValueError as error:
+            assert word in str(error), error
+        else:
+            raise AssertionError(f"K = {key}, V = {value}, {dtype}, scale {scale} was accepted")
+    config = triton_op.CONFIGURATION
+    for launch in (Launch(128, 64, 4, 1), Launch(64, 128, 4, 1)):
+        try:
+            config._replace(query_gradient=launch).check()
+        except ValueError as error:
+            assert "query tiles" in str(error), error
+        else:
+            raise AssertionError(f"{launch} does not fit the lists of {config.forward}")
+    return {}
+
+
+CASES = (
+    trees,
+    forks_at_every_offset,
+    other_orders,
+    nothing_to_do,
+    views_in_place,
+    compiled,
+    unseen_rows_stay_unseen,
+    refuses,
+)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ CASES = {
     "nothing_to_do",
     "views_in_place",
     "compiled",
+    "unseen_rows_stay_unseen",
     "refuses",
 }
 
