@@ -30,6 +30,7 @@ from torch import Tensor
 from harts_titan.models.common.feed_forward import FeedForward
 from harts_titan.models.common.moe import GroupedExperts, MoE, Router
 from harts_titan.ops import moe
+from harts_titan.ops.assembler import require_sound_ptxas
 from harts_titan.ops.moe import triton_op
 
 DTYPE = torch.float32 if DRY else torch.bfloat16
@@ -459,6 +460,8 @@ GROUPED = ((16, 16, 16, 1, 1),) if DRY else (
 def triton_down(a: Tensor, w2: Tensor, offsets: Tensor, want: Tensor, note: Callable[..., None]) -> Report:
     """The short sums of the second product by a Triton kernel; checked first."""
     report: Report = {}
+    if not DRY:
+        require_sound_ptxas()
     for options in GROUPED:
         launch = grouped_variants.Launch(*options)
         try:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from harts_titan.ops.assembler import require_sound_ptxas
 from harts_titan.ops.attention.kernels import attention_forward, attention_key_gradients, attention_query_gradient
 from harts_titan.ops.attention.mask import TreeMask
 from harts_titan.ops.attention.path_tables import PathTables, path_tables, views
@@ -102,6 +103,8 @@ def prepare_tables(mask: TreeMask, dtype: torch.dtype) -> PathTables:
         return cache[blocks]
     if torch.compiler.is_compiling():
         raise ValueError("call prepare_tables(mask, dtype) before the compiled region that runs tree_attention_triton")
+    if mask.device.type == "cuda" and torch.cuda.get_device_capability(mask.device)[0] == 9:
+        require_sound_ptxas()
     if cache is None:
         cache = {}
         object.__setattr__(mask, "_path_tables", cache)
