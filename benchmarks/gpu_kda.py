@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from harts_titan.models.common.tree_inputs import packed_sequences
-from harts_titan.ops.kda import PackedSequences, triton_op
+from harts_titan.ops.kda import PackedSequences, launches
 from harts_titan.ops.kda.configs import HOPPER, Config
 from harts_titan.ops.kda.triton_op import kda_triton, prepare_tables
 from harts_titan.tree.plan import CallLayout
@@ -90,11 +90,11 @@ def own(*x: Tensor, packed: PackedSequences) -> Tensor:
 @contextmanager
 def scans_in_line() -> Iterator[None]:
     """Kernels one after another, so that each can be timed alone."""
-    before, triton_op.OVERLAP = triton_op.OVERLAP, False
+    before, launches.OVERLAP = launches.OVERLAP, False
     try:
         yield
     finally:
-        triton_op.OVERLAP = before
+        launches.OVERLAP = before
 
 
 def fla(*x: Tensor, cu: Tensor, state: Tensor | None = None, final: bool = False) -> tuple[Tensor, Tensor]:
@@ -450,7 +450,7 @@ SWEEP: dict[str, list[Config]] = {
 
 
 class _Timed:
-    """Stands for a kernel in ``triton_op``: events around every launch."""
+    """Stands for a kernel in ``launches``: events around every launch."""
 
     def __init__(self, kernel: object) -> None:
         self.kernel, self.events = kernel, []
@@ -526,8 +526,8 @@ def sweep() -> Report:
     for name, alternatives in SWEEP.items():
         report[name] = []
         for config in (HOPPER[name], *alternatives):
-            timed = _Timed(getattr(triton_op, name))
-            setattr(triton_op, name, timed)
+            timed = _Timed(getattr(launches, name))
+            setattr(launches, name, timed)
             try:
                 with configured(**{name: config}):
                     results = both()
@@ -543,7 +543,7 @@ def sweep() -> Report:
                 entry = {"config": str(config), "error": repr(error)[:500]}
                 print(name, entry, flush=True)
             finally:
-                setattr(triton_op, name, timed.kernel)
+                setattr(launches, name, timed.kernel)
             report[name].append(entry)
     return report
 
