@@ -122,7 +122,7 @@ def fla(*x: Tensor, cu: Tensor, state: Tensor | None = None, final: bool = False
 
 
 def numerics() -> Report:
-    """Every output and gradient against float64; ``worst`` is the largest error over fla's among the gradients."""
+    """Every output and gradient against float64; none may exceed fla's error by more than a tenth."""
     report: Report = {}
     cases: list[tuple[str, PackedSequences, str, list[np.ndarray] | None]] = []
     for decay in ("slow",) if DRY else checks.DECAYS:
@@ -138,21 +138,38 @@ def numerics() -> Report:
     for name, sequences, decay, trajectories in cases:
         with checks.filled_allocations():
             result = checks.check_kda(sequences, SETTING, decay=decay, trajectories=trajectories)
-        report[name] = result | {"worst": worst(result)}
+        report[name] = result
         print(f"{name:<24} {errors_of(result)}", flush=True)
     report["prefix"] = checks.check_kda_prefix(SETTING, length=C + 5 if DRY else 3 * C + 5, cuts=[1, C - 1, C + 1])
+    report["over_fla"] = ratios = over_fla([report[name] for name, *_ in cases])
+    print({name: round(ratio, 3) for name, ratio in ratios.items()}, flush=True)
+    # float32 on a CPU is another arithmetic than fla's.
+    assert DRY or max(ratios.values()) <= MAX_OVER_FLA, ratios
     return report
+
+
+MAX_OVER_FLA = 1.1
+
+
+def over_fla(results: list[Report]) -> dict[str, float]:
+    """Largest error over fla's of every tensor.
+
+    Gradients of the parameters are few numbers, each a sum over all rows whose rounding errors mostly cancel: the ratio
+    of two such remainders is chance in one case, so theirs is taken over all cases together.
+    """
+    ratios: dict[str, float] = {}
+    for name in ("o", "exported", *checks.KDA_INPUTS):
+        errors = np.array([result[name] for result in results if name in result])
+        if not errors.size:
+            continue
+        if name in ("A_log", "dt_bias"):
+            errors = np.sqrt(np.square(errors).sum(0, keepdims=True))
+        ratios[name] = float((errors[:, 0] / errors[:, 1]).max())
+    return ratios
 
 
 def errors_of(result: Report) -> str:
     return ", ".join(f"{k} {v[0]:.2e}/{v[1]:.2e}" for k, v in result.items() if isinstance(v, list))
-
-
-def worst(result: Report) -> tuple[str, float]:
-    errors = {
-        k: v[0] / max(v[1], 1e-30) for k, v in result.items() if isinstance(v, list) and k not in ("o", "exported")
-    }
-    return max(errors.items(), key=lambda item: item[1])
 
 
 def precision() -> Report:
@@ -163,11 +180,11 @@ def precision() -> Report:
         for decay in ("slow",) if DRY else ("slow", "medium"):
             with configured(
                 chunk_forward=replaced("chunk_forward", constants={"WIDE": wide, "SOLVE": solve}),
-                chunk_backward_keys=replaced("chunk_backward_keys", constants={"WIDE": wide}),
+                chunk_backward_keys=replaced("chunk_backward_keys", constants={"WIDE": wide, "PARTS": 2, "BC": 32}),
             ):
                 result = checks.check_kda(sequences, SETTING, decay=decay)
             key = f"wide={wide} solve={solve} {decay}"
-            report[key] = result | {"worst": worst(result)}
+            report[key] = result
             print(key, errors_of(result), flush=True)
         if DRY:
             break
@@ -430,21 +447,14 @@ SWEEP: dict[str, list[Config]] = {
         Config({"BV": bv}, w, s) for bv, w, s in ((16, 4, 3), (16, 4, 4), (64, 4, 2), (32, 8, 3), (32, 4, 2))
     ],
     "chunk_backward_values": [
-        *(Config({"BK": bk}, w, s) for bk, w, s in ((32, 4, 1), (64, 8, 1), (128, 8, 1), (64, 4, 2))),
-        Config({"BK": 64}, 4, 1, {"maxnreg": 168}),
-        Config({"BK": 64}, 8, 1, {"maxnreg": 128}),
+        *(Config({"BK": bk}, w, s) for bk, w, s in ((32, 4, 2), (64, 8, 1), (64, 4, 1))),
+        Config({"BK": 64}, 4, 2, {"maxnreg": 168}),
     ],
     "chunk_backward_keys": [
-        Config({"BK": bk}, w, s, {"WIDE": wide})
-        for bk, w, s, wide in (
-            (64, 8, 1, False),
-            (64, 4, 1, False),
-            (32, 8, 1, False),
-            (32, 4, 1, True),
-            (32, 4, 2, False),
-        )
+        Config({"BK": bk}, w, s, {"WIDE": False, "PARTS": parts, "BC": bc})
+        for bk, w, s, parts, bc in ((32, 4, 1, 1, 32), (32, 4, 1, 2, 16), (32, 4, 1, 1, 16), (64, 4, 1, 2, 32))
     ]
-    + [replaced("chunk_backward_keys", constants={"WIDE": False, "maxnreg": 168})],
+    + [replaced("chunk_backward_keys", constants={"WIDE": False, "PARTS": 2, "BC": 32, "maxnreg": 168})],
     "chunk_backward_norms": [Config({}, w, 1, {"BS": bs}) for bs, w in ((32, 4), (64, 8), (16, 2), (8, 2))],
 }
 

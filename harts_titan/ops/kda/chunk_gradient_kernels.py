@@ -52,6 +52,7 @@ def chunk_backward_values(
     dv_copy,
     dAqk,
     dAkk,
+    diagonal,
     db_part,
     NS,
     first,
@@ -60,8 +61,12 @@ def chunk_backward_values(
     V: tl.constexpr,
     BT: tl.constexpr,
     BK: tl.constexpr,
+    PARTS: tl.constexpr,
 ):
     """Gradients of P, of A and of v from dO and dR; ``db_part[0]`` gets the part of beta's gradient that sums over V.
+
+    ``dAqk`` and ``dAkk`` (PARTS, C, H, BT, BT) hold what is below the diagonals, as a rounded part and, with two parts,
+    the rest; ``diagonal`` (S, H) the float32 diagonal of P's gradient, which is most of it under strong decay.
 
     A path row that one packed row reads gets its gradient here. Copies of a row that several packed rows read go to
     ``dv_copy`` in float32, at ``copy_slot``.
@@ -84,8 +89,12 @@ def chunk_backward_values(
 
     b_do = tl.load(do + i_p * BT * V + o_tv)
     b_vn = tl.load(v_new + i_p * BT * V + o_tv)
-    b_dAq = tl.where(o_t[:, None] >= o_j[None, :], tl.dot(b_do, tl.trans(b_vn)), 0.0)
-    tl.store(dAqk + i_p * BT * BT + o_tj, b_dAq.to(dAqk.dtype.element_ty))
+    tl.store(diagonal + i_p * BT + o_t, tl.sum(b_do.to(tl.float32) * b_vn.to(tl.float32), 1))
+    b_dAq = tl.where(m_lower, tl.dot(b_do, tl.trans(b_vn)), 0.0)
+    for i_m in tl.static_range(PARTS):
+        b_part = b_dAq.to(dAqk.dtype.element_ty)
+        tl.store(dAqk + i_m * NS.to(tl.int64) * BT + i_p * BT * BT + o_tj, b_part)
+        b_dAq -= b_part.to(tl.float32)
 
     b_dv = tl.load(dv + i_p * BT * V + o_tv)
     b_A = tl.trans(tl.load(Akk + i_p * BT * BT + o_tj))
@@ -111,7 +120,11 @@ def chunk_backward_values(
         b_dA -= tl.dot(b_dw.to(TYPE), tl.trans(b_k.to(TYPE)))
     b_dA = tl.where(m_lower, b_dA * b_b[None, :], 0.0).to(TYPE)
     b_dA = tl.dot(b_A, tl.dot(b_dA, b_A).to(TYPE))
-    tl.store(dAkk + i_p * BT * BT + o_tj, tl.where(m_lower, -b_dA, 0.0).to(dAkk.dtype.element_ty))
+    b_dA = tl.where(m_lower, -b_dA, 0.0)
+    for i_m in tl.static_range(PARTS):
+        b_part = b_dA.to(dAkk.dtype.element_ty)
+        tl.store(dAkk + i_m * NS.to(tl.int64) * BT + i_p * BT * BT + o_tj, b_part)
+        b_dA -= b_part.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -133,6 +146,7 @@ def chunk_backward_keys(
     dv,
     dAqk,
     dAkk,
+    diagonal,
     dq,
     dk,
     df_out,
@@ -149,6 +163,7 @@ def chunk_backward_keys(
     BT: tl.constexpr,
     BC: tl.constexpr,
     BK: tl.constexpr,
+    PARTS: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """Gradients of the normalised q and k (float32 tiles) and of the raw gate, for ``BK`` key channels of one chunk.
@@ -204,33 +219,39 @@ def chunk_backward_keys(
     b_kdw = b_k * b_dw
     b_db = tl.sum(b_kdw, 1) / tl.where(b_b > 0.0, b_b, 1.0)
     b_dg = b_kdw - b_dg + b_q * b_dq + tl.where((o_t == BT - 1)[:, None], b_end[None, :], 0.0)
-    b_dk += b_dw
+    # P's diagonal has no decay: exact, and no part of the gate's gradient.
+    b_d = tl.load(diagonal + i_p * BT + o_t)[:, None]
+    b_dk += b_dw + b_d * b_q
+    b_dq += b_d * b_k
 
     # Kept outside of the registers while the loop needs them.
     tl.store(dq + i_p * BT * K + o_tk, b_dq)
 
     # Through P and A: the same rounded factors for rows and columns.
-    b_left = tl.math.exp2(b_g - tl.load(g + ((o_t // BC) * BC)[:, None] * K + o_k[None, :]))
+    b_left = tl.math.exp2(b_g - tl.load(g + (o_t // BC * BC + BC // 2)[:, None] * K + o_k[None, :]))
     b_lq = (b_q * b_left).to(PAIR)
     b_lk = (b_k * b_left * b_b[:, None]).to(PAIR)
     b_aq = tl.zeros([BT, BK], dtype=tl.float32)
     b_ak = tl.zeros([BT, BK], dtype=tl.float32)
     for i_b in range(BT // BC):
-        b_first = tl.load(g + i_b * BC * K + o_k)
-        b_r = tl.where((o_t < (i_b + 1) * BC)[:, None], tl.math.exp2(b_first[None, :] - b_g), 0.0)
+        b_middle = tl.load(g + (i_b * BC + BC // 2) * K + o_k)
+        b_r = tl.where((o_t < (i_b + 1) * BC)[:, None], tl.math.exp2(b_middle[None, :] - b_g), 0.0)
         b_kr = (b_k * b_r).to(PAIR)
         m_b = (o_t // BC == i_b)[:, None]
-        b_mq = tl.load(dAqk + i_p * BT * BT + o_tj, mask=m_b, other=0.0).to(PAIR)
-        b_mk = tl.load(dAkk + i_p * BT * BT + o_tj, mask=m_b, other=0.0).to(PAIR)
-        b_aq = tl.dot(b_mq, b_kr, b_aq)
-        b_ak = tl.dot(b_mk, b_kr, b_ak)
-        b_x = tl.dot(tl.trans(b_mq), b_lq)
-        b_x = tl.dot(tl.trans(b_mk), b_lk, b_x)
+        b_x = tl.zeros([BT, BK], dtype=tl.float32)
+        for i_m in tl.static_range(PARTS):
+            p_m = i_m * NS.to(tl.int64) * BT + i_p * BT * BT
+            b_mq = tl.load(dAqk + p_m + o_tj, mask=m_b, other=0.0).to(PAIR)
+            b_mk = tl.load(dAkk + p_m + o_tj, mask=m_b, other=0.0).to(PAIR)
+            b_aq = tl.dot(b_mq, b_kr, b_aq)
+            b_ak = tl.dot(b_mk, b_kr, b_ak)
+            b_x = tl.dot(tl.trans(b_mq), b_lq, b_x)
+            b_x = tl.dot(tl.trans(b_mk), b_lk, b_x)
         b_dk += b_x * b_r
         b_dg -= b_x * b_kr.to(tl.float32)
     b_dg += b_lq.to(tl.float32) * b_aq + b_lk.to(tl.float32) * b_ak
     tl.debug_barrier()
-    b_left = tl.math.exp2(tl.load(g + o_tk) - tl.load(g + ((o_t // BC) * BC)[:, None] * K + o_k[None, :]))
+    b_left = tl.math.exp2(tl.load(g + o_tk) - tl.load(g + (o_t // BC * BC + BC // 2)[:, None] * K + o_k[None, :]))
     b_dq = tl.load(dq + i_p * BT * K + o_tk) + b_aq * b_left
     tl.store(dq + i_p * BT * K + o_tk, b_dq * scale)
     b_ak *= b_left

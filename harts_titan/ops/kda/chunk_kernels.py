@@ -5,10 +5,11 @@ earlier rows and the incoming state only. Intermediate tensors are tiles: ``[C, 
 per program, rows past a sequence's end included. Such rows hold zeros and a gate of 0, so no tile needs a mask and the
 cumulative gate of the last row is the decay of the chunk whatever its length.
 
-Decays between two rows, ``exp(G_i - G_j)``, are split at the first row of the block of ``BC`` rows that holds ``i``:
-the left factor is at most 1, the right one at most ``exp(5 * (BC - 1))``. Their rounded products with q and k are the
-operands of the tensor cores, in forward and in both directions of backward: then the gradient of the gate, a
-difference of sums over the same products, cancels as it should.
+Decays between two rows, ``exp(G_i - G_j)``, are split at one row of the block of ``BC`` rows that holds ``i``. In
+forward it is the first one, so that no row depends on later ones: the left factor is at most 1, the right one at most
+``exp(5 * (BC - 1))``. Backward takes the middle row and twice as large blocks: both factors are at most
+``exp(5 * BC / 2)``. There the same rounded products with q and k are the operands for rows and columns: then the
+gradient of the gate, a difference of sums over the same products, cancels as it should.
 
 ``first`` is the first program of a launch: a launch may cover some of the chunks.
 
@@ -106,7 +107,7 @@ def chunk_forward(
         tl.store(qg + p_k + o_tk, (b_q * tl.math.exp2(b_g)).to(TYPE))
         b_last = tl.load(g + p_k + (BT - 1) * K + o_k)
         tl.store(kg + p_k + o_tk, (b_k * tl.math.exp2(b_last[None, :] - b_g)).to(TYPE))
-        b_left = tl.math.exp2(b_g - tl.load(g + p_k + ((o_t // BC) * BC)[:, None] * K + o_k[None, :]))
+        b_left = tl.math.exp2(b_g - tl.load(g + p_k + (o_t // BC * BC)[:, None] * K + o_k[None, :]))
         b_lq = (b_q * b_left).to(PAIR)
         b_lk = (b_k * b_left).to(PAIR)
         for i_b in range(BT // BC):

@@ -252,7 +252,9 @@ def run_backward(
     )
     values, keys = (launch(name, s.h, K=K, V=V) for name in ("chunk_backward_values", "chunk_backward_keys"))
     copies = [x.new_empty((t.num_copies, *x.shape[1:]), dtype=torch.float32) for x in grads]
-    dA = [s.Akk.new_empty(s.Akk.shape, dtype=torch.float32 if keys["WIDE"] else s.Akk.dtype) for _ in range(2)]
+    dA_shape = (keys["PARTS"], *s.Akk.shape)
+    dA = [s.Akk.new_empty(dA_shape, dtype=torch.float32 if keys["WIDE"] else s.Akk.dtype) for _ in range(2)]
+    diagonal = s.row.new_empty(s.row.shape[1:])
     dq, dk = torch.empty_like(s.g), torch.empty_like(s.g)
     db_part = s.row.new_empty((1 + K // keys["BK"], BT * num_chunks, H))
     part = s.row.new_empty((2, num_chunks, H, K))
@@ -278,10 +280,12 @@ def run_backward(
             grads[2],
             copies[2],
             *dA,
+            diagonal,
             db_part,
             size,
             chunks.start * H,
             **sizes,
+            PARTS=keys["PARTS"],
             **values,
         )
         programs = H * (K // keys["BK"])
@@ -299,6 +303,7 @@ def run_backward(
             d.dh,
             d.dv_new,
             *dA,
+            diagonal,
             dq,
             dk,
             grads[3],
@@ -310,7 +315,6 @@ def run_backward(
             size,
             chunks.start * programs,
             **sizes,
-            BC=BLOCK_ROWS,
             **keys,
         )
     options = launch("chunk_backward_norms", s.h, K=K, V=V)
