@@ -373,8 +373,8 @@ TRAFFIC = {
     "chunk_output": (K + 2 * V + C) * 2 + 2 * K * V // C,
     "chunk_output_gradient": (3 * V + C) * 2,
     "state_scan_backward": (3 * K + 3 * V) * 2 + 2 * K * V // C,
-    "chunk_backward_values": (5 * V + K + 3 * C) * 2 + 4 * K + 2 * K * V // C,
-    "chunk_backward_keys": (3 * V + 4 * K + 3 * C) * 2 + 12 * K + 4 * K * V // C,
+    "chunk_backward_values": (5 * V + K + 5 * C) * 2 + 4 * K + 2 * K * V // C,
+    "chunk_backward_keys": (3 * V + 4 * K + 5 * C) * 2 + 12 * K + 4 * K * V // C,
     "chunk_backward_norms": (4 * K) * 2 + 8 * K,
 }
 
