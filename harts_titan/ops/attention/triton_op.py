@@ -44,9 +44,9 @@ class Configuration(NamedTuple):
             raise ValueError(f"query_gradient {tiles} must have the query tiles of {lists} and divide its key tiles")
 
 
-CONFIGURATION = Configuration(Launch(64, 64, 4, 2), Launch(64, 32, 4, 3), Launch(32, 64, 4, 3))
-"""float16 and bfloat16 on compute capability 9. All three leave room for two programs on a multiprocessor (104, 100 and
-100 KiB of shared memory at K = 192, V = 128), one of which multiplies while the other does the softmax."""
+CONFIGURATION = Configuration(Launch(128, 64, 8, 3), Launch(128, 64, 8, 3), Launch(32, 64, 4, 3))
+"""float16 and bfloat16 on compute capability 9: the fastest of ``benchmarks/gpu_attention.py``'s section ``sweep``. The
+first two take most of a multiprocessor's shared memory at K = 192, V = 128; of the third two programs fit."""
 CONFIGURATION_FLOAT32 = Configuration(Launch(16, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1))
 
 
