@@ -3,9 +3,11 @@
     python benchmarks/make_performance.py            # rewrite the tables
     python benchmarks/make_performance.py --check    # exit 1 if they differ
 
-A table stands between ``<!-- tables PATTERN -->`` and ``<!-- end -->``: one section for each file of benchmarks/results
-that the pattern matches, by name. What is written around them is kept. A result of ``harts-bench update`` or
-``harts-bench layer`` named like the pattern needs no more than this script to be in the document.
+A table stands between ``<!-- tables PATTERN,... -->`` and ``<!-- end -->``: one section for each file of
+benchmarks/results that a pattern matches, pattern by pattern and by name. What is written around them is kept. A result
+of ``harts-bench update``, ``harts-bench layer`` or a script ``benchmarks/gpu_PART.py`` (the parts of ``KERNELS``) named
+like a pattern needs no more than this script to be in the document. Of the scripts' results the ops are shown, not the
+sweeps of configurations.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +48,17 @@ def gib(value: float | None) -> str:
 
 def section(name: str, result: Report) -> str:
     """One result file: its title and tables."""
+    if "sections" in result:
+        return kernels_section(name, result)
     command = result.get("command", "update")
     body = {"update": update_tables, "layer": layer_tables}[command](result)
     return f"{title(name, result, command)}\n{body}"
 
 
 def title(name: str, result: Report, command: str) -> str:
-    arguments = shlex.join(result["arguments"]) if "arguments" in result else result["config"]
+    # Results of before the command line was stored have its options in fields of their own.
+    fields = [result["config"], "--modes", ",".join(result.get("modes", ())), "--repeats", str(result.get("repeats"))]
+    arguments = shlex.join(result.get("arguments", fields))
     workload = result.get("workload", result)
     facts = [result["device"], f"torch {result['torch']}"]
     versions = result.get("versions", {})
@@ -142,11 +149,169 @@ def layer_tables(result: Report) -> str:
     return text
 
 
+def kernels_section(name: str, result: Report) -> str:
+    """Result of a script that times the kernels of one part: ``sections`` as gpu_timing.run_sections writes them."""
+    part = next(part for part in KERNELS if part in name)
+    found = {key: entry["result"] for key, entry in result["sections"].items() if "result" in entry}
+    environment = result["environment"]
+    versions = environment["versions"]
+    facts = [environment["device"], *(f"{package} {version}" for package, version in versions.items())]
+    if environment["commit"] != "unknown":
+        facts.append(f"commit {environment['commit'][:7]}")
+    if failed := [key for key in result["sections"] if key not in found]:
+        facts.append(f"failed: {', '.join(failed)}")
+    command = f"python benchmarks/gpu_{part}.py OUT --sections {','.join(result['sections'])}"
+    head = f"`{command}`\n(`benchmarks/results/{name}`): {'; '.join(facts)}.\n"
+    return "\n".join([head, *KERNELS[part](found)])
+
+
+def rate_of(timed: Report) -> str:
+    """Speed and its share of the ceiling."""
+    if "tflop_per_s" in timed:
+        speed, share = f"{number(timed['tflop_per_s'])} TFLOP/s", timed.get("share_of_gemm")
+    elif "gb_per_s" in timed:
+        speed, share = f"{timed['gb_per_s']:,.0f} GB/s", timed.get("share_of_copy")
+    else:
+        return "-"
+    return speed if share is None else f"{speed} ({share:.0%})"
+
+
+def ms(timed: Report) -> str:
+    return number(timed["median"])
+
+
+def kda_tables(found: Report) -> list[str]:
+    texts = []
+    if timing := found.get("timing"):
+        over = timing.get("over own compact", {})
+        runs = {name: one for name, one in timing.items() if isinstance(one, dict) and "peak_gib" in one}
+        rows = [
+            [
+                name,
+                *(ms(one[part]) for part in PASSES),
+                " / ".join(f"{over[name][part]:.2f}" for part in PASSES) if name in over else "-",
+                f"{one['peak_gib']:.1f}",
+            ]
+            for name, one in runs.items()
+        ]
+        equal = "yes" if timing["bit_equal_to_expanded"] else "no"
+        texts.append(
+            f"{timing['rows']:,} rows ({timing['expanded_rows']:,} expanded, {timing['token_ratio']:.2f}x), "
+            f"{timing['segments']} segments, {timing['rounds']} rounds; outputs bit-equal to the expanded run: {equal}."
+            f"{kda_errors(found.get('numerics', {}))}\n"
+        )
+        texts.append(rows_of(["run", "forward ms", "with backward", "over own compact", "peak GiB"], rows))
+    if breakdown := found.get("breakdown"):
+        kernels = {name: one for name, one in breakdown.items() if isinstance(one, dict) and "gb_per_s" in one}
+        rows = [[f"`{name}`", ms(one), rate_of(one)] for name, one in kernels.items()]
+        texts.append(rows_of(["kernel of compact, both passes", "ms", "compulsory bytes (of the copy)"], rows))
+    return texts
+
+
+def kda_errors(numerics: Report) -> str:
+    worst = {case: one["worst"] for case, one in numerics.items() if isinstance(one, dict) and "worst" in one}
+    if not worst:
+        return ""
+    case = max(worst, key=lambda case: worst[case][1])
+    gradient, ratio = worst[case]
+    return f" Largest error against float64, over fla's own: {ratio:.2f} (`{gradient}`, {case})."
+
+
+def attention_tables(found: Report) -> list[str]:
+    trees = {name: one for name, one in found.get("trees", {}).items() if isinstance(one, dict) and "tree" in one}
+    listed = found.get("index_list", {})
+    rows = []
+    for name, one in trees.items():
+        if "fa4" not in one:
+            continue
+        tree = one["tree"]
+        row = [name, f"{tree['rows']:,}", str(tree["segments"]), f"{tree['compression']:.2f}"]
+        for part in PASSES:
+            share = one.get("share_of_expanded", {}).get(part)
+            speed = f"{ms(one['fa4'][part])} ms, {number(one['fa4'][part]['tflop_per_s'])}"
+            row.append(speed if share is None else f"{speed} ({share:.0%})")
+        row.append(number(one["build_ms"]["fa4"]["median"]))
+        own = listed.get(name, {})
+        row.append(" / ".join(number(own[part]["tflop_per_s"]) for part in PASSES) if own else "-")
+        rows.append(row)
+    header = ["tree", "rows", "segments", "compression", "forward, TFLOP/s (of expanded)"]
+    header += ["with backward", "block lists ms", "`triton`, TFLOP/s"]
+    return [rows_of(header, rows)] if rows else []
+
+
+def elementwise_tables(found: Report) -> list[str]:
+    ops = {name: one for name, one in found.get("ops", {}).items() if isinstance(one, dict) and "forward" in one}
+    rows = [
+        [name, *(text for part in ("forward", "backward") for text in (ms(one[part]), rate_of(one[part])))]
+        for name, one in ops.items()
+    ]
+    return [rows_of(["op", "forward ms", "of the copy", "backward ms", "of the copy"], rows)] if rows else []
+
+
+def head_tables(found: Report) -> list[str]:
+    op = found.get("op", {})
+    rows = []
+    for name, both in op.items():
+        if re.fullmatch(r"op(_\d+)?", name) and f"{name}_forward" in op:
+            over = f"{both['over_bare']:.2f}" if "over_bare" in both else "-"
+            memory = f"{both['share_of_logits']:.3f}" if "share_of_logits" in both else "-"
+            width = name.partition("_")[2] or "all"
+            rows.append([width, ms(op[f"{name}_forward"]), ms(both), rate_of(both), over, memory])
+    header = [
+        "words a block",
+        "forward ms",
+        "with backward",
+        "speed",
+        "over bare products",
+        "memory over float32 logits",
+    ]
+    text = [rows_of(header, rows)] if rows else []
+    if rows and op.get("four_products_ms"):
+        text.insert(0, f"The four bare products take {number(op['four_products_ms'], 4)} ms.\n")
+    return text
+
+
+def moe_tables(found: Report) -> list[str]:
+    texts = []
+    if layer := found.get("layer"):
+        rows = [
+            [name, *(text for part in PASSES for text in (ms(layer[f"{key}_{part}"]), rate_of(layer[f"{key}_{part}"])))]
+            for key, name in (("kernels", "kernels"), ("plain", "plain PyTorch"))
+            if all(f"{key}_{part}" in layer for part in PASSES)
+        ]
+        texts.append(rows_of(["whole layer", "forward ms", "of the GEMM", "with backward", "of the GEMM"], rows))
+    # Alternatives are named OP_SIZE or OP_SIZE_wWARPS: the fastest of each op.
+    best: dict[str, Report] = {}
+    for section_name in ("rows", "router"):
+        for name, one in found.get(section_name, {}).items():
+            op = re.sub(r"_\d+(_w\d+)?$", "", name)
+            if op in MOE_OPS and "median" in one and (op not in best or one["median"] < best[op]["median"]):
+                best[op] = one
+    if best:
+        rows = [[f"`{op}`", ms(one), rate_of(one)] for op, one in best.items()]
+        texts.append(rows_of(["op, fastest configuration", "ms", "of the copy"], rows))
+    return texts
+
+
+PASSES = ("forward", "forward_backward")
+MOE_OPS = (
+    *("logits", "logits_backward", "choose", "choose_backward", "routes"),
+    *("dispatch", "dispatch_backward", "combine", "combine_base", "combine_backward"),
+)
+KERNELS: dict[str, Callable[[Report], list[str]]] = {
+    "kda": kda_tables,
+    "attention": attention_tables,
+    "elementwise": elementwise_tables,
+    "head": head_tables,
+    "moe": moe_tables,
+}
+
+
 def render(document: str, results: Path = RESULTS) -> str:
     """Return the document with its tables made again."""
 
     def tables(match: re.Match[str]) -> str:
-        files = sorted(results.glob(match[2]))
+        files = [file for pattern in match[2].split(",") for file in sorted(results.glob(pattern))]
         sections = [section(file.name, json.loads(file.read_text())) for file in files]
         return f"{match[1]}\n" + "".join(f"{text}\n" for text in sections) + match[4]
 

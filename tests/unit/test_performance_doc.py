@@ -50,8 +50,9 @@ LAYER = COMMON | {
 def test_the_tables_are_those_of_the_results():
     document = make.DOCUMENT.read_text()
     assert make.render(document) == document, "run: python benchmarks/make_performance.py"
-    assert document.count("<!-- tables ") == document.count("<!-- end -->") == 1
-    for file in make.RESULTS.glob("bench_*.json"):
+    assert document.count("<!-- tables ") == document.count("<!-- end -->") == 2
+    parts = [f"gpu_{part}*.json" for part in make.KERNELS]
+    for file in (file for pattern in ("bench_*.json", *parts) for file in make.RESULTS.glob(pattern)):
         assert f"(`benchmarks/results/{file.name}`)" in document
 
 
@@ -79,6 +80,71 @@ def test_tables_are_made_and_prose_is_kept(results):
     layer = ["kda_moe", "`compact`", "3,000", "3,000", "333 / 333", "42.1%", "3,100 (74%)", "90.0"]
     assert layer in rows and ["kda_moe", "compact/expanded", "4.90", "5.00", "0.98"] in rows
     assert make.render(text, results) == text
+
+
+TIMED = {"median": 0.5, "tflop_per_s": 512.0, "share_of_gemm": 0.655, "gb_per_s": 3100.0, "share_of_copy": 0.74}
+COPIED = {"median": 0.25, "gb_per_s": 3100.0, "share_of_copy": 0.74}
+PAIR = {"forward": TIMED, "forward_backward": TIMED | {"median": 2.0}}
+TREE = {"rows": 64886, "segments": 9, "compression": 5.01}
+SCRIPTS = {
+    "kda": {
+        "numerics": {"tree_slow": {"worst": ["q", 1.02]}, "long": {"worst": ["b", 1.2]}, "repeat": True},
+        "timing": {
+            **{"rows": 75328, "expanded_rows": 315264, "token_ratio": 4.185, "segments": 49, "rounds": 2},
+            **{"bit_equal_to_expanded": True, "own compact": PAIR | {"peak_gib": 7.06}},
+            "over own compact": {"own compact": {"forward": 1.0, "forward_backward": 1.0}},
+        },
+        "breakdown": {"chunk_forward": COPIED, "launch": {"median": 0.0}, "total_ms": 1.0},
+    },
+    "attention": {
+        "trees": {
+            "gemm_tflop_per_s": 780.0,
+            "treestep": {
+                **{"tree": TREE, "fa4": PAIR, "build_ms": {"fa4": {"median": 1.12}}},
+                "share_of_expanded": {"forward": 1.09, "forward_backward": 0.99},
+            },
+        },
+        "index_list": {"treestep": PAIR},
+    },
+    "elementwise": {"ops": {"gated norm": {"forward": COPIED, "backward": COPIED}, "copy_bytes_per_second": 4e12}},
+    "head": {
+        "op": {
+            **{"four_products_ms": 187.71, "op_8192_forward": TIMED, "narrow_8192": TIMED},
+            "op_8192": TIMED | {"over_bare": 1.17, "share_of_logits": 0.0833},
+        }
+    },
+    "moe": {
+        "layer": {f"{name}_{key}": PAIR[key] for name in ("kernels", "plain") for key in PAIR},
+        "rows": {"combine_512_w2": COPIED, "combine_256_w1": COPIED | {"median": 0.2}, "plain": COPIED},
+    },
+}
+ROWS = {
+    "kda": [["own compact", "0.5", "2.0", "1.00 / 1.00", "7.1"], ["`chunk_forward`", "0.25", "3,100 GB/s (74%)"]],
+    "attention": [
+        ["treestep", "64,886", "9", "5.01", "0.5 ms, 512 (109%)", "2.0 ms, 512 (99%)", "1.12", "512 / 512"],
+    ],
+    "elementwise": [["gated norm", "0.25", "3,100 GB/s (74%)", "0.25", "3,100 GB/s (74%)"]],
+    "head": [["8192", "0.5", "0.5", "512 TFLOP/s (66%)", "1.17", "0.083"]],
+    "moe": [
+        ["kernels", "0.5", "512 TFLOP/s (66%)", "2.0", "512 TFLOP/s (66%)"],
+        ["`combine`", "0.2", "3,100 GB/s (74%)"],
+    ],
+}
+
+
+@pytest.mark.parametrize("part", make.KERNELS)
+def test_scripts_show_their_ops_and_what_failed(part):
+    sections = {name: {"result": one} for name, one in SCRIPTS[part].items()} | {"large": {"error": "Traceback"}}
+    environment = {"commit": "0123456789", "device": "GPU", "versions": {"torch": "2.11"}}
+    text = make.section(f"gpu_{part}_gpu.json", {"environment": environment, "sections": sections})
+    assert text.startswith(f"`python benchmarks/gpu_{part}.py OUT --sections {','.join(sections)}`")
+    assert "GPU; torch 2.11; commit 0123456; failed: large." in text
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
+    assert all(row in rows for row in ROWS[part])
+    # Nothing else: two lines of header a table, and plain PyTorch beside the kernels of a MoE layer.
+    headers = 2 * sum(row[0] == "---" for row in rows)
+    assert len(rows) - headers == len(ROWS[part]) + (part == "moe")
+    assert part != "kda" or "over fla's own: 1.20 (`b`, long)" in text
 
 
 def test_results_of_a_cpu_and_of_other_models_have_what_they_have(results):
