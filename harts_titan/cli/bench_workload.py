@@ -86,7 +86,7 @@ def load_workload(options: argparse.Namespace, config: Any, *, vocab_size: int) 
             length_N, lcp_N = length_N[: options.limit], lcp_N[: options.limit]
         workload = Workload(_trained(*tokens_from_tree(length_N, lcp_N, vocab_size)), options.tree)
     elif options.rollouts is not None and options.rollouts.endswith(".npz"):
-        tokens, offsets = read_step(
+        tokens, offsets, _ = read_step(
             options.rollouts, capacity=config.tree.max_tokens, dp_degree=options.dp, limit=options.limit or 0
         )
         workload = Workload(_trained(tokens, offsets), options.rollouts)

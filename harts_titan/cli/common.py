@@ -21,13 +21,15 @@ from rich.table import Table
 console = Console()
 
 
-def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """Add ``--json``, ``--scheme`` and ``--limit``, which every command has."""
+def add_common_options(parser: argparse.ArgumentParser, *, scheme: str = "data.scheme") -> None:
+    """Add ``--json``, ``--scheme`` and ``--limit``, which every command has; ``scheme`` is named as its default."""
     parser.add_argument("--json", metavar="FILE", help="write the result as JSON to FILE ('-' for standard output)")
     parser.add_argument(
-        "--scheme", choices=("step", "tree"), help="path format: independent episodes (step) or all branches (tree)"
+        "--scheme",
+        choices=("step", "tree"),
+        help=f"path format: independent episodes (step) or all branches (tree); default {scheme}",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="read only the first N trajectories")
+    parser.add_argument("--limit", type=int, metavar="N", help="read only the first N trajectories (default all)")
 
 
 def config_overrides(options: argparse.Namespace) -> list[str]:

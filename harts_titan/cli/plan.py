@@ -21,6 +21,7 @@ from harts_titan.cli.plan_plot import Bars, write_plot
 from harts_titan.cli.plan_read import input_files, is_npz, peak_bytes, read_step, resident_bytes
 from harts_titan.models.train_specs import plan_cost
 from harts_titan.tree import MODES, PlanCost, StepPlan, plan_step
+from harts_titan.tree.compiled import compilations
 from harts_titan.tree.cost import LARGEST
 from harts_titan.tree.lower_bound import lower_bound
 from harts_titan.tree.ortools_import import import_cp_model
@@ -68,6 +69,7 @@ class Settings:
                     # Starting a process takes longer than a first solution.
                     processes=1 if self.ortools_first else os.cpu_count() or 1,
                     progress=True,
+                    budget_name="--ortools-seconds",
                 )
             )
             return results[0].placement
@@ -135,7 +137,10 @@ def _parser() -> argparse.ArgumentParser:
         "baseline (extra 'ortools')",
     )
     parser.add_argument(
-        "--windows", choices=("on", "off"), help="share prefixes across microbatches (default on where possible)"
+        "--windows",
+        choices=("on", "off"),
+        help="share prefixes across microbatches (default on where possible). Trainer and engine execute level 1 only "
+        "today: 'off' reports what they run",
     )
     parser.add_argument(
         "--max-window-slots", type=int, metavar="n", help="slots of a sharing window, 0 = any number (default 6)"
@@ -143,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--max-live-producers", type=int, metavar="n", help="producers a replica may hold for backward (default 2)"
     )
-    parser.add_argument("--mode", choices=MODES, default="compact", help="execution mode to lay out")
+    parser.add_argument("--mode", choices=MODES, default="compact", help="execution mode to lay out (default compact)")
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -155,13 +160,19 @@ def _parser() -> argparse.ArgumentParser:
         "--ortools-seconds", type=float, metavar="S", help="search budget of each replica's shard (default 300)"
     )
     parser.add_argument("--ortools-first", action="store_true", help="stop each shard at its first solution")
-    parser.add_argument("--overlong", choices=("error", "drop", "truncate"), default="error")
+    parser.add_argument(
+        "--overlong",
+        choices=("error", "drop", "truncate"),
+        default="error",
+        help="trajectories longer than --capacity: refuse them (default error), leave them out, or keep their first "
+        "tokens; counted in table and JSON",
+    )
     parser.add_argument(
         "--validate", action="store_true", help="lay out every replica and prove every invariant of the plan (slow)"
     )
     parser.add_argument("--plot", metavar="PNG", help="draw the first step: rows of every slot, and one microbatch")
     parser.add_argument("--save", metavar="PLAN", help="write the plans to a file (npz, docs/plan_file.md)")
-    common.add_common_options(parser)
+    common.add_common_options(parser, scheme="tree")
     return parser
 
 
@@ -285,12 +296,16 @@ def main(argv: Sequence[str]) -> int:
         "peak_memory_bytes": peak_bytes(),
         "memory_before_read_bytes": memory_before,
     }
+    common.write_json(total | {"steps": steps}, options.json)
+    title = (
+        f"harts-plan: {len(steps)} step(s), {settings.planner}, {settings.mode}, D={settings.dp_degree}, "
+        f"T={settings.capacity:,}"
+    )
+    common.table(title, summary(total, len(steps)), to_stderr=options.json == "-")
+    # Last: if it cannot be written, the figures are there.
     if options.save:
         with common.writing(options.save, "--save"):
             write_plan_file(options.save, saved, settings={name: total[name] for name in HEADER}, cost=settings.cost)
-    common.write_json(total | {"steps": steps}, options.json)
-    title = f"harts-plan: {len(steps)} step(s), {settings.planner}, D={settings.dp_degree}, T={settings.capacity:,}"
-    common.table(title, summary(total, len(steps)), to_stderr=options.json == "-")
     return 0
 
 
@@ -298,7 +313,7 @@ def _one_step(
     path: str, options: argparse.Namespace, settings: Settings, *, picture: str | None
 ) -> tuple[dict[str, Any], StepPlan]:
     start = time.perf_counter()
-    tokens, offsets = read_step(
+    tokens, offsets, lost = read_step(
         path,
         capacity=settings.capacity,
         dp_degree=settings.dp_degree,
@@ -306,6 +321,8 @@ def _one_step(
         scheme=options.scheme or "tree",
         limit=options.limit or 0,
     )
+    # As in the warm-up: other types would be compiled while they are timed.
+    tokens = frozen(tokens)
     ready = time.perf_counter()
     try:
         plan, baseline = settings.plan(tokens, offsets)
@@ -317,6 +334,7 @@ def _one_step(
     figures = step_figures(
         plan.stats,
         trajectories=len(offsets) - 1,
+        lost=lost,
         work_items=int(np.count_nonzero(plan.items["item_rows_I"])),
         lower_bound=_bound(tokens, offsets, settings),
         read_seconds=ready - start,
@@ -341,10 +359,23 @@ def warm_up(settings: Settings) -> float:
     # The baseline compiles nothing of its own.
     planner = "l1" if settings.planner == "ortools" else settings.planner
     small = replace(settings, capacity=64, chunk_size=4, planner=planner, validate=False)
-    tokens = np.concatenate([np.asarray(path, np.int32) for path in paths])
+    tokens = frozen(np.concatenate([np.asarray(path, np.int32) for path in paths]))
+    before = compilations()
+    SortedStep.from_tokens(tokens, offsets)
+    # The first kernels tell about the others before most of the time has passed.
+    if compilations() > before:
+        sys.stderr.write("compiling the planner (once per machine, about a minute)\n")
+        sys.stderr.flush()
     small.plan(tokens, offsets)
     _bound(tokens, offsets, small)
     return time.perf_counter() - start
+
+
+def frozen(array: np.ndarray) -> np.ndarray:
+    """Return a read-only view: a type of its own to numba, and the one that some readers' arrays have anyway."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _bound(tokens: np.ndarray, offsets: np.ndarray, settings: Settings) -> int:

@@ -7,12 +7,16 @@ from typing import Any
 
 import numpy as np
 
+from harts_titan.data import OverlongCounts
 from harts_titan.tree import PlanStats
 
 PHASES = ("read", "sort", "l1", "l2", "rounds", "layout")
 """Keys of ``seconds``, in order."""
 ADDED = (
     "trajectories",
+    "overlong_dropped",
+    "overlong_truncated",
+    "overlong_lost_tokens",
     "original_tokens",
     "distinct_tokens",
     "compact_tokens",
@@ -40,13 +44,21 @@ LARGEST = ("rounds_max", "producer_rows_max", "interface_bytes")
 
 
 def step_figures(
-    stats: PlanStats, *, trajectories: int, work_items: int, lower_bound: int, read_seconds: float, plan_seconds: float
+    stats: PlanStats,
+    *,
+    trajectories: int,
+    lost: OverlongCounts,
+    work_items: int,
+    lower_bound: int,
+    read_seconds: float,
+    plan_seconds: float,
 ) -> dict[str, Any]:
     """Return the figures of one step under the JSON keys of ``harts-plan``.
 
     Args:
         stats: of the step's plan.
         trajectories: of the step.
+        lost: what was left out or cut before, because it was longer than a microbatch.
         work_items: consumers and producers that execute rows.
         lower_bound: least compact rows level 1 could reach.
         read_seconds: reading the step.
@@ -54,6 +66,9 @@ def step_figures(
     """
     counts = {
         "trajectories": trajectories,
+        "overlong_dropped": lost.dropped,
+        "overlong_truncated": lost.truncated,
+        "overlong_lost_tokens": lost.lost_tokens,
         "original_tokens": stats.original_tokens,
         "distinct_tokens": stats.distinct_tokens,
         "compact_tokens": stats.compact_tokens,
@@ -121,6 +136,9 @@ def overall_figures(steps: Sequence[dict[str, Any]], computation_balance: Sequen
     )
 
 
+_TRAINER_TODAY = "executes level 1, without windows: --windows off reports its balance, rounds and memory"
+
+
 def percentile_5(balance: Sequence[float] | np.ndarray) -> float:
     """Return the 5th percentile, linearly interpolated."""
     return float(np.percentile(np.asarray(balance, np.float64), 5))
@@ -129,8 +147,18 @@ def percentile_5(balance: Sequence[float] | np.ndarray) -> float:
 def summary(total: dict[str, Any], num_steps: int) -> list[tuple[str, str]]:
     """Return the lines of the table that the command prints."""
     seconds = ", ".join(f"{name} {value / num_steps:.3f}" for name, value in total["seconds"].items())
+    lost = []
+    if total["overlong_lost_tokens"]:
+        text = f"{total['overlong_dropped']:,} left out, {total['overlong_truncated']:,} cut"
+        lost = [("over-long", f"{text}; {total['overlong_lost_tokens']:,} tokens lost")]
+    executed = f"{total['executed_rows']:,}, {total['compression']:.3f}x"
+    if total["mode"] == "expanded":
+        executed += ": every trajectory alone; level 1, decoder and balance count the compact rows of its microbatches"
+    # As Settings.report: windows that are off hold no producers.
+    trainer = [("trainer today", _TRAINER_TODAY)] if total["max_live_producers"] else []
     return [
         ("trajectories", f"{total['trajectories']:,} of {total['original_tokens']:,} tokens"),
+        *lost,
         ("distinct tokens", f"{total['distinct_tokens']:,}, {total['whole_step_compression']:.3f}x"),
         (
             "level 1",
@@ -142,6 +170,8 @@ def summary(total: dict[str, Any], num_steps: int) -> list[tuple[str, str]]:
             f"{total['decoder_tokens']:,} tokens, {total['decoder_compression']:.3f}x; {total['residual_tokens']:,} in "
             f"consumers, {total['producer_tokens']:,} in producers, {total['alignment_tokens']:,} alignment",
         ),
+        ("executed rows", executed),
+        *trainer,
         ("windows", f"{total['windows']} over {total['slots']} slots, {total['producers']} producers"),
         (
             "balance",

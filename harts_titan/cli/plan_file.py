@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -43,7 +44,7 @@ def step_arrays(plan: StepPlan) -> dict[str, np.ndarray]:
 def write_plan_file(
     path: str, steps: Sequence[Mapping[str, np.ndarray]], *, settings: Mapping[str, int], cost: PlanCost
 ) -> None:
-    """Write the plans of one or several steps.
+    """Write the plans of one or several steps; the file appears only when it is complete.
 
     Args:
         path: file to write; its name is kept as it is.
@@ -57,6 +58,18 @@ def write_plan_file(
         content[f"cost_{name}"] = np.array(value) if isinstance(value, str) else np.array(value, np.int64)
     for i, arrays in enumerate(steps):
         content |= {f"s{i}_{name}": array for name, array in arrays.items()}
-    with Path(path).open("wb") as stream:
-        # An open file: NumPy would add ".npz" to another name.
-        np.savez_compressed(stream, **content)  # type: ignore[arg-type]
+    # Links followed: the file they name is replaced, not the link.
+    target = Path(path).resolve()
+    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
+    if (target.exists() and not target.is_file()) or not os.access(target.parent, os.W_OK):
+        # A device, or a file in a folder that takes no other.
+        partial = target
+    try:
+        with partial.open("wb") as stream:
+            # An open file: NumPy would add ".npz" to another name.
+            np.savez_compressed(stream, **content)  # type: ignore[arg-type]
+        if partial != target:
+            os.replace(partial, target)
+    finally:
+        if partial != target:
+            partial.unlink(missing_ok=True)

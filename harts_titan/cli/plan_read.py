@@ -14,7 +14,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from harts_titan.data import apply_overlong, read_rollouts
+from harts_titan.data import OverlongCounts, apply_overlong, read_rollouts
 from harts_titan.data.files import resolve_files
 
 _PIECE = 1 << 20
@@ -24,7 +24,7 @@ _LARGEST_ID = np.iinfo(np.int32).max
 
 def read_step(
     path: str, *, capacity: int, dp_degree: int, overlong: str = "error", scheme: str = "tree", limit: int = 0
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[np.ndarray, np.ndarray, OverlongCounts]:
     """Read one step's trajectories and refuse what cannot be planned.
 
     Args:
@@ -36,11 +36,12 @@ def read_step(
         limit: read only the first so many trajectories, 0 for all.
 
     Returns:
-        int32 (S,) tokens, one trajectory after another, and int64 (N+1,) offsets.
+        int32 (S,) tokens, one trajectory after another; int64 (N+1,) offsets; what ``overlong`` left out or cut.
 
     Raises:
         ValueError: Naming the file and the field.
     """
+    lost = OverlongCounts()
     if is_npz(path):
         tokens, offsets = read_npz(path, limit=limit)
         length_N = np.diff(offsets)
@@ -52,14 +53,14 @@ def read_step(
             )
     else:
         batch = read_rollouts(path, scheme=scheme, limit=limit)
-        batch, _ = apply_overlong(batch, capacity, overlong, capacity_name="--capacity", policy_name="--overlong")
+        batch, lost = apply_overlong(batch, capacity, overlong, capacity_name="--capacity", policy_name="--overlong")
         tokens, offsets = batch.tokens, batch.offsets
     if len(offsets) - 1 < dp_degree:
         raise ValueError(
             f"{path}: {len(offsets) - 1} trajectories cannot give each of {dp_degree} replicas one; lower --dp or put "
             "more trajectories into the step"
         )
-    return tokens, offsets
+    return tokens, offsets, lost
 
 
 def is_npz(path: str) -> bool:

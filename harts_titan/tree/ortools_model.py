@@ -52,12 +52,14 @@ class Search:
         first_feasible: stop at the first solution.
         workers: solver threads.
         seed: random seed of the solver.
+        budget_name: setting that gives the budget, for messages.
     """
 
     seconds: float
     first_feasible: bool
     workers: int
     seed: int
+    budget_name: str = "seconds_per_shard"
 
 
 @dataclass(frozen=True)
@@ -318,7 +320,7 @@ def solve_shard(
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise ValueError(
             f"CP-SAT found no partition of {length_M.shape[0]} trajectories in {search.seconds} s "
-            f"({solver.status_name(status)}; the model took {built:.1f} s to build): raise seconds_per_shard"
+            f"({solver.status_name(status)}; the model took {built:.1f} s to build): raise {search.budget_name}"
         )
     group_L = np.zeros(shard.num_leaves, np.int64)
     for leaf, v in enumerate(shard.forest.end_segment_N.tolist()):

@@ -67,6 +67,7 @@ def ortools_partition(
     workers: int = 1,
     processes: int = 1,
     progress: bool = False,
+    budget_name: str = "seconds_per_shard",
 ) -> OrtoolsResult:
     """Plan a step as the paper's OR-Tools baseline does (HARTS 5.3).
 
@@ -93,6 +94,7 @@ def ortools_partition(
             the budget does not end it; a budget in seconds depends on the machine.
         processes: shards solved at the same time.
         progress: show a progress bar over shards.
+        budget_name: setting that gives ``seconds_per_shard``, for messages.
 
     Raises:
         ImportError: If OR-Tools is not installed.
@@ -106,7 +108,8 @@ def ortools_partition(
     sharding_seconds = time.perf_counter() - begin
     members = [np.flatnonzero(replica_N == d) for d in range(dp_degree)]
     problems = [(step.length_N[m], _lcp_of(step, m), capacity) for m in members]
-    search = Search(seconds_per_shard if first_feasible else seconds_per_shard / 2, first_feasible, workers, SEED)
+    seconds = seconds_per_shard if first_feasible else seconds_per_shard / 2
+    search = Search(seconds, first_feasible, workers, SEED, budget_name)
     found = _solve([(*problem, search) for problem in problems], processes, progress)
     group_N = np.zeros(step.num_trajectories, np.int64)
     for m, (group_M, _) in zip(members, found):

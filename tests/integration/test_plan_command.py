@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from harts_titan.cli import common, plan_file
+from harts_titan.cli import plan as plan_module
 from harts_titan.cli.plan import main
 from harts_titan.cli.plan_figures import ADDED, PHASES, overall_figures
 from harts_titan.cli.plan_plot import forest_lines
@@ -84,6 +85,7 @@ def step(tmp_path):
 
 
 SMALL = ("--capacity", 64, "--chunk-size", 8)
+WARM_UP = plan_module.warm_up
 
 
 def test_figures_of_several_steps(tmp_path):
@@ -197,6 +199,69 @@ def test_the_command_warms_up_and_measures_memory(tmp_path, step):
     assert found["seconds_per_step"] < 0.5
 
 
+@pytest.mark.parametrize("kind", ["npz", "parquet", "jsonl"])
+@pytest.mark.parametrize("arguments", [[], ["--mode", "nodewise"], ["--mode", "expanded"], ["--windows", "off"]])
+def test_nothing_is_compiled_while_it_is_timed(tmp_path, kind, arguments):
+    """In a process of its own: here other tests have compiled everything."""
+    path = tmp_path / f"step.{kind}"
+    if kind == "npz":
+        write_npz(path, tree(0))
+    else:
+        write_synthetic(path, trajectories=12, seed=1)
+    code = (
+        "import sys\n"
+        "from harts_titan.cli import plan\n"
+        "from harts_titan.tree.compiled import planner_signatures\n"
+        "warm_up, known = plan.warm_up, {}\n"
+        "def recorded(settings):\n"
+        "    seconds = warm_up(settings)\n"
+        "    known.update(planner_signatures())\n"
+        "    return seconds\n"
+        "plan.warm_up = recorded\n"
+        "plan.main(sys.argv[1:])\n"
+        "new = {name: types - known[name] for name, types in planner_signatures().items() if types - known[name]}\n"
+        "assert len(known) > 20 and any(known.values())\n"
+        "assert not new, new\n"
+    )
+    command = [sys.executable, "-c", code, str(path), "--dp", "2", *arguments]
+    done = subprocess.run(command, timeout=600, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_cold_cache_is_said(capsys, monkeypatch):
+    """Once per machine: as soon as the first kernels turn out not to be in numba's cache."""
+    options = plan_module._parser().parse_args(["step.npz"])
+    settings = plan_module.settings_of(options)
+    counts = iter([0, 0, 3, 7])
+    monkeypatch.setattr(plan_module, "compilations", lambda: next(counts))
+    WARM_UP(settings)
+    assert not capsys.readouterr().err
+    WARM_UP(settings)
+    assert capsys.readouterr().err == "compiling the planner (once per machine, about a minute)\n"
+
+
+def test_what_the_trainer_executes_is_said(step, capsys):
+    assert common.run(main, [str(step), *map(str, SMALL)]) == 0
+    shown = capsys.readouterr().out
+    assert "trainer today" in shown and "--windows off" in shown and "harts, compact" in shown
+    assert common.run(main, [str(step), *map(str, SMALL), "--windows", "off"]) == 0
+    assert "trainer today" not in capsys.readouterr().out
+    assert common.run(main, [str(step), *map(str, SMALL), "--mode", "expanded"]) == 0
+    shown = capsys.readouterr().out
+    assert "trainer today" not in shown and "executed rows" in shown and "harts, expanded" in shown
+
+
+def test_what_did_not_fit_is_counted(tmp_path, capsys):
+    path = tmp_path / "rollouts.jsonl"
+    rows = [{"tokens": list(range(n)), "loss_mask": [0] + [1] * (n - 1)} for n in (3, 70, 90)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    for policy, expected in (("drop", (2, 0, 160)), ("truncate", (0, 2, 32))):
+        found = figures(tmp_path, path, *SMALL, "--overlong", policy)
+        names = ("overlong_dropped", "overlong_truncated", "overlong_lost_tokens")
+        assert tuple(found[name] for name in names) == tuple(found["steps"][0][name] for name in names) == expected
+        assert "over-long" in capsys.readouterr().out
+
+
 # The plan file.
 
 
@@ -259,6 +324,28 @@ def test_plan_files_are_reproducible(tmp_path, step):
     for name in ("a.npz", "b.npz"):
         figures(tmp_path, step, "--dp", 2, *SMALL, "--save", tmp_path / name)
     assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["link", "file", "new"])
+def test_an_interrupted_plan_file_leaves_the_old_one_and_the_figures(tmp_path, step, capsys, monkeypatch, kind):
+    target, named = tmp_path / "plan.npz", tmp_path / ("link.npz" if kind == "link" else "plan.npz")
+    if kind != "new":
+        target.write_bytes(b"old")
+    if kind == "link":
+        named.symlink_to(target)
+
+    def broken(stream, **content):
+        stream.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez_compressed", broken)
+        assert "--save" in refusal(capsys, step, *SMALL, "--save", named, "--json", tmp_path / "figures.json")
+    assert json.loads((tmp_path / "figures.json").read_text())["slots"] > 0
+    assert target.read_bytes() == b"old" if kind != "new" else not target.exists()
+    figures(tmp_path, step, *SMALL, "--save", named)
+    assert named.is_symlink() == (kind == "link") and np.load(target)["num_steps"] == 1
+    assert not list(tmp_path.glob(".plan*"))
 
 
 # The picture.

@@ -269,6 +269,16 @@ def test_refusals(arguments, message):
         ortools_partition(step, **({"capacity": 4, "dp_degree": 1, "seconds_per_shard": 5.0} | arguments))
 
 
+def test_a_budget_that_ends_too_early_is_named_as_the_caller_calls_it():
+    need_ortools()
+    step, _ = sorted_step(agentic_sequences(np.random.default_rng(0), 200))
+    arguments = {"capacity": int(step.length_N.max() * 3), "dp_degree": 1, "seconds_per_shard": 1e-6}
+    with pytest.raises(ValueError, match=r"raise seconds_per_shard$"):
+        ortools_partition(step, **arguments)
+    with pytest.raises(ValueError, match=r"raise --ortools-seconds$"):
+        ortools_partition(step, **arguments, budget_name="--ortools-seconds")
+
+
 def test_message_without_ortools(monkeypatch):
     for name in list(sys.modules):
         if name == "ortools" or name.startswith("ortools."):
