@@ -241,13 +241,19 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = [("device", result["device"])]
+    executed = {mode: calls["rows"] for mode, calls in result["calls"].items()}
+    rows: list[tuple[str, Any]] = [
+        ("device", result["device"]),
+        *bench_options.workload_rows(result["workload"], executed),
+        ("layers", "ms: forward / forward and backward; TFLOP/s, share and ratios: forward and backward"),
+    ]
     for kind, found in result["kinds"].items():
         for mode, passes in found["modes"].items():
             text = " / ".join(f"{one['seconds_median'] * 1e3:.2f}" for one in passes.values())
             both = passes["forward_backward"]
+            speed = bench_options.tflops(both["hardware_tflops_per_second"])
             share = f"{both['hardware_utilisation']:.1%} of the GEMM"
-            rows.append((f"{kind}, {mode}", f"{text} ms, {both['hardware_tflops_per_second']:.1f} TFLOP/s, {share}"))
+            rows.append((f"{kind}, {mode}", f"{text} ms, {speed} TFLOP/s, {share}"))
         for name, value in found["ratios"]["forward_backward"]["speedup"].items():
             share = found["ratios"]["forward_backward"]["share"][name]
             rows.append((f"{kind}, {name}", f"{value:.2f}x, {share:.3f} of the FLOP ratio"))

@@ -121,7 +121,7 @@ def write_early(result: dict[str, Any], options: argparse.Namespace) -> None:
 
 def environment(device: torch.device, name: str) -> dict[str, Any]:
     """Return device and versions, as JSON."""
-    versions = {}
+    versions: dict[str, str | None] = {}
     for package in _PACKAGES:
         try:
             versions[package] = version(package)
@@ -138,6 +138,23 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
         "seconds_max": max(seconds),
         "repeats": len(seconds),
     }
+
+
+def workload_rows(workload: Mapping[str, Any], executed: Mapping[str, int]) -> list[tuple[str, Any]]:
+    """Return the lines of a table that say what ran; ``executed`` has the rows of each mode."""
+    original, fewest = workload["original_tokens"], min(executed.values())
+    return [
+        ("workload", workload["source"]),
+        ("trajectories", workload["trajectories"]),
+        ("original tokens", original),
+        ("rows executed", ", ".join(f"{rows:,} {mode}" for mode, rows in executed.items())),
+        ("compression", f"{original / fewest:.2f}x"),
+    ]
+
+
+def tflops(value: float) -> str:
+    """Return TFLOP/s with three digits, however slow the device is."""
+    return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"
 
 
 def speeds(flops: Flops, seconds: float, ceilings: Mapping[str, Any]) -> dict[str, float]:

@@ -177,10 +177,12 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
     ceilings = result["ceilings"]
     rows: list[tuple[str, Any]] = [
         ("device", result["device"]),
-        ("original tokens", result["workload"]["original_tokens"]),
+        *bench_options.workload_rows(
+            result["workload"], {mode: one["rows_executed"] for mode, one in result["modes"].items()}
+        ),
         ("copy", f"{ceilings['copy_bytes_per_second'] / 1e9:,.0f} GB/s"),
-        ("GEMM", f"{ceilings['gemm_flops_per_second'] / 1e12:,.1f} TFLOP/s"),
-        ("grouped GEMM", f"{ceilings['grouped_gemm_flops_per_second'] / 1e12:,.1f} TFLOP/s"),
+        ("GEMM", f"{bench_options.tflops(ceilings['gemm_flops_per_second'] / 1e12)} TFLOP/s"),
+        ("grouped GEMM", f"{bench_options.tflops(ceilings['grouped_gemm_flops_per_second'] / 1e12)} TFLOP/s"),
     ]
     for mode, one in result["modes"].items():
         text = f"{one['seconds_median']:.3f} s ({one['seconds_min']:.3f} to {one['seconds_max']:.3f})"
@@ -189,7 +191,8 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, Any]]:
             peak = one["peak_memory_bytes"]
             memory = "" if peak is None else f", {peak / 2**30:.1f} GiB"
             share = f"{one['hardware_utilisation']:.1%} of the GEMM"
-            rows.append(("", f"{one['hardware_tflops_per_second']:.1f} TFLOP/s executed, {share}{memory}"))
+            speed = bench_options.tflops(one["hardware_tflops_per_second"])
+            rows.append(("", f"{speed} TFLOP/s executed, {share}{memory}"))
         for kind, row in list(one.get("breakdown", {}).get("kinds", {}).items())[:8]:
             rows.append((f"  {kind}", f"{row['ms']:.2f} ms, {row['share']:.1%}, {row['calls']} kernels"))
         if (idle := one.get("breakdown", {}).get("idle_ms")) is not None:
