@@ -21,7 +21,7 @@ ATTENTION = checks.Setting("cuda", torch.bfloat16, num_heads=4, key_dim=192, val
 
 @pytest.fixture(autouse=True)
 def _needs_fla():
-    pytest.importorskip("fla", reason="needs fla-core==0.6.0 (pip install 'harts_titan[gpu]')")
+    pytest.importorskip("fla", reason="needs fla-core==0.6.0 (pip install 'harts_titan[dev]')")
 
 
 @pytest.mark.parametrize("decay", checks.DECAYS)

@@ -31,7 +31,7 @@ def test_thousands_of_one_token_sequences(kda_checks):
 
 @pytest.mark.parametrize("decay", ["slow", "strong"])
 def test_every_length(kda_checks, decay):
-    pytest.importorskip("fla", reason="needs fla-core==0.6.0 (pip install 'harts_titan[gpu]')")
+    pytest.importorskip("fla", reason="needs fla-core==0.6.0 (pip install 'harts_titan[dev]')")
     sequences = kda_checks.sequences_of(list(range(1, 131)), SETTING)
     with checks.filled_allocations():
         checks.check_kda(sequences, SETTING, decay=decay)

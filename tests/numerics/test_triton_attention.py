@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton", reason="needs triton (pip install triton)")
-pytest.importorskip("fla", reason="needs fla-core==0.6.0 (pip install 'harts_titan[gpu]')")
+pytest.importorskip("fla", reason="needs fla-core==0.6.0 (pip install 'harts_titan[dev]')")
 
 ROOT = Path(__file__).parents[2]
 CASES = {
