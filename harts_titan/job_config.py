@@ -2,7 +2,8 @@
 
 Selected by ``[job] custom_config_module = "harts_titan.job_config"``; torchtitan's ConfigManager merges this
 ``JobConfig`` with its own, so ``[tree] chunk_size = 16`` works in TOML and ``--tree.chunk_size 16`` on the command
-line, and an unknown key is refused. Model sizes live in Python (``models/*/config.py``), not in TOML.
+line, and an unknown key is refused. Booleans are given as ``--data.densify true`` or as a flag (``--data.densify``,
+``--data.no-densify``). Model sizes live in Python (``models/*/config.py``), not in TOML.
 """
 
 # No `from __future__ import annotations`: ConfigManager merges sections by their real types.
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from harts_titan.ops import OpsBackends
+from harts_titan.overrides import booleans_as_flags, field_types, mistaken_option, unknown_keys
 from harts_titan.rl import ObjectiveConfig
 
 
@@ -237,41 +239,52 @@ def validate(config: Any) -> None:
             )
 
 
-def parse_config(arguments: Sequence[str]) -> Any:
+def parse_config(arguments: Sequence[str], *, hint: str = "rollouts go to --data.path") -> Any:
     """Merge a TOML file and command-line options into one ``JobConfig``.
 
     Args:
-        arguments: ``--job.config_file FILE`` and ``--section.field value`` pairs.
+        arguments: ``--job.config_file FILE`` and ``--section.field value`` pairs; a boolean may also be a flag,
+            ``--section.field`` or ``--section.no-field``.
+        hint: what to do instead, if the file is not named like a TOML file and is none.
 
     Returns:
         The merged ``JobConfig``, not yet validated.
 
     Raises:
-        ValueError: If the file is missing or no TOML, or an option or key is unknown.
+        ValueError: If the file is missing or no TOML, or an option or key is unknown or has a wrong value.
     """
     # Imported here: ConfigManager itself imports this module by name.
     from torchtitan.config import ConfigManager
+    from torchtitan.config import JobConfig as TorchtitanConfig
 
+    types = field_types(TorchtitanConfig, JobConfig)
+    arguments = booleans_as_flags(arguments, types)
+    # Another module brings settings that are not known here.
+    given = any("custom_config_module" in a or "custom-config-module" in a for a in arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--job.config_file", "--job.config-file", dest="path")
-    path = parser.parse_known_args(list(arguments))[0].path
+    path = parser.parse_known_args(arguments)[0].path
     if path is not None:
         if not Path(path).is_file():
             raise ValueError(f"configuration file '{path}' does not exist; see train_configs/")
         # ConfigManager logs a traceback for these; read the file once more to say it in a line.
         try:
-            tomllib.loads(Path(path).read_text())
+            content = tomllib.loads(Path(path).read_text(encoding="utf-8"))
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path} is no valid TOML: {error}") from error
+            instead = "" if Path(path).suffix == ".toml" else f"; {hint}"
+            raise ValueError(f"{path} is no valid TOML: {error}{instead}") from error
+        unknown = [] if given else list(unknown_keys(content, types))
+        if unknown:
+            raise ValueError(f"{path}, {'; '.join(unknown)}")
     module = ["--job.custom_config_module", "harts_titan.job_config"]
-    given = any("custom_config_module" in a or "custom-config-module" in a for a in arguments)
     try:
         return ConfigManager().parse_args([*([] if given else module), *arguments])
     except SystemExit as error:
         # The parser has printed what it disliked, or the help that was asked for.
         if error.code in (0, None):
             raise
-        raise ValueError("an option of the form --section.field is not the configuration's; see above") from error
+        why = "" if given else mistaken_option(arguments, types)
+        raise ValueError(f"an override was refused: {why or 'unknown option or wrong value'}; see above") from error
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> Any:
@@ -279,7 +292,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Any:
 
     Args:
         path: TOML file.
-        overrides: ``--section.field value`` pairs, as ``run_train.sh`` takes them.
+        overrides: ``--section.field value`` pairs and flags, as ``run_train.sh`` takes them.
 
     Returns:
         The merged ``JobConfig``.
@@ -287,6 +300,7 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> Any:
     Raises:
         ValueError: If the file is missing or a setting is refused.
     """
-    config = parse_config(["--job.config_file", path, *overrides])
+    hint = "the first argument is CONFIG.toml; rollouts go to --rollouts"
+    config = parse_config(["--job.config_file", path, *overrides], hint=hint)
     validate(config)
     return config

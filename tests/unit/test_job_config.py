@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -135,19 +136,107 @@ def test_overrides_win_and_are_validated():
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "why"),
     [
-        ["--tree.chunk_size", "many"],
-        ["--tree.mode", "shared"],
-        ["--tree.chunks", "8"],
-        ["--data.overlong", "cut"],
-        ["--activation_checkpoint.mode", "selective"],
+        (["--tree.chunk_size", "many"], "--tree.chunk_size is 'many'; a whole number is needed"),
+        (["--tree.chunk-size=1.5"], "--tree.chunk-size is '1.5'; a whole number is needed"),
+        (["--rl.kl_coef", "low"], "--rl.kl_coef is 'low'; a number is needed"),
+        (
+            ["--data.densify", "true", "--tree.mode", "shared"],
+            "--tree.mode is 'shared'; choose one of 'compact', 'nodewise', 'depthwise', 'expanded'",
+        ),
+        (["--tree.max_token", "8"], "unknown option --tree.max_token; did you mean --tree.max_tokens?"),
+        (["--tree.no-chunks"], "unknown option --tree.no-chunks"),
+        (["--nosuch", "8"], "unknown option --nosuch"),
+        (["--training.steps"], "--training.steps needs a value"),
+        (["--training.steps", "--data.densify"], "--training.steps needs a value"),
+        (["--training.steps", "5", "6"], "'6' belongs to no option"),
+        (["--data.overlong", "cut"], "--data.overlong is 'cut'; choose one of 'error', 'drop', 'truncate'"),
+        (["--activation_checkpoint.mode", "selective"], "--activation_checkpoint.mode is 'selective'"),
+        # What only the parser can tell.
+        (["--checkpoint.load_step", "3", "--parallelism.pipeline_parallel_layers_per_stage", "x"], "unknown option or"),
     ],
 )
-def test_options_the_parser_does_not_know(arguments, capsys):
-    with pytest.raises(ValueError, match=r"an option of the form --section.field is not the configuration's"):
+def test_refused_overrides_are_named(arguments, why, capsys):
+    with pytest.raises(ValueError) as caught:
         load_config(CONFIG, arguments)
-    assert capsys.readouterr(), "the parser has said which"
+    message = str(caught.value)
+    assert message.startswith(f"an override was refused: {why}") and message.endswith("; see above")
+    assert "".join(capsys.readouterr()), "the parser has said more"
+
+
+BOOLEANS = sorted(
+    f"{section.name}.{setting.name}"
+    for section in fields(job_config.JobConfig)
+    for setting in fields(section.type)
+    if setting.type in (bool, "bool")
+)
+
+
+def test_the_boolean_settings_are_found():
+    assert {"tree.plan_in_background", "tree.validate", "data.densify", "data.shuffle"} <= set(BOOLEANS)
+
+
+@pytest.mark.parametrize("path", [*BOOLEANS, "compile.enable", "training.dataloader.pin_memory"])
+def test_booleans_are_given_as_values_or_as_flags(path):
+    section, _, name = path.rpartition(".")
+    dashed = name.replace("_", "-")
+    forms = {
+        True: ([f"--{path}", "true"], [f"--{path}=True"], [f"--{path}"], [f"--{section}.{dashed}", "TRUE"]),
+        False: ([f"--{path}", "false"], [f"--{section}.{dashed}=false"], [f"--{section}.no-{dashed}"]),
+    }
+    for wanted, options in forms.items():
+        for option in options:
+            config = parse_config([*option, "--tree.chunk_size", "4"])
+            for part in path.split("."):
+                config = getattr(config, part)
+            assert config is wanted, option
+
+
+def test_the_last_boolean_wins_and_strings_stay_strings():
+    options = ["--data.densify", "true", "--data.densify", "false", "--data.path", "true", "--job.description=false"]
+    config = parse_config(options)
+    assert (config.data.densify, config.data.path, config.job.description) == (False, "true", "false")
+
+
+@pytest.mark.parametrize("options", [["--data.densify", "maybe"], ["--data.densify=1"], ["--data.densify="]])
+def test_a_boolean_of_another_value_is_refused(options):
+    with pytest.raises(ValueError, match=r"^--data.densify is '.*'; true or false is needed$"):
+        load_config(CONFIG, options)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("[tree]\nmax_token = 8", "[tree]: unknown key max_token; did you mean max_tokens?"),
+        ("[tre]\nmax_tokens = 8", "unknown section [tre]; did you mean [tree]?"),
+        ("[zzz]\nmax_tokens = 8", "unknown section [zzz]"),
+        ("[training]\nmax_tokens = 8", "[training]: unknown key max_tokens; did you mean tree.max_tokens?"),
+        ("max_tokens = 8", "unknown key max_tokens; did you mean tree.max_tokens?"),
+        ("tree = 8", "tree is 8; [tree] is a section"),
+        (
+            "[tree]\nmod = 'compact'\n[data]\nshufle = true",
+            "[tree]: unknown key mod; did you mean mode?; [data]: unknown key shufle; did you mean shuffle?",
+        ),
+        ("[training.dataloader]\npin = true", "[training.dataloader]: unknown key pin"),
+        ("[training.loader]\npin = true", "[training]: unknown section [training.loader]"),
+    ],
+)
+def test_unknown_keys_of_a_file_are_named(tmp_path, content, message):
+    file = tmp_path / "small.toml"
+    file.write_text(content)
+    with pytest.raises(ValueError) as caught:
+        load_config(str(file))
+    assert str(caught.value).startswith(f"{file}, {message}")
+
+
+def test_rollouts_in_the_place_of_the_configuration(tmp_path):
+    file = tmp_path / "rollouts.parquet"
+    file.write_bytes(b"PAR1\xff\xfe")
+    with pytest.raises(ValueError, match=r"the first argument is CONFIG.toml; rollouts go to --rollouts$"):
+        load_config(str(file))
+    with pytest.raises(ValueError, match=r"rollouts go to --data.path$"):
+        parse_config(["--job.config_file", str(file)])
 
 
 def test_files(tmp_path):
