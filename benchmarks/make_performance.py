@@ -92,8 +92,8 @@ def update_tables(result: Report) -> str:
     text = rows_of(header, rows)
     if (ratios := ratio_table(result)) is not None:
         text += "\n" + ratios
-    if all("breakdown" in one for one in modes.values()):
-        text += "\n" + kinds_table({mode: one["breakdown"] for mode, one in modes.items()})
+    if breakdowns := {mode: one["breakdown"] for mode, one in modes.items() if "breakdown" in one}:
+        text += "\n" + kinds_table(breakdowns)
     return text
 
 
@@ -158,10 +158,15 @@ def kernels_section(name: str, result: Report) -> str:
     facts = [environment["device"], *(f"{package} {version}" for package, version in versions.items())]
     if environment["commit"] != "unknown":
         facts.append(f"commit {environment['commit'][:7]}")
+    # A file may hold sections of several runs.
+    others = {key: entry["commit"] for key, entry in result["sections"].items() if "commit" in entry}
+    facts += [f"{key} at {commit[:7]}" for key, commit in others.items() if commit != environment["commit"]]
     if failed := [key for key in result["sections"] if key not in found]:
         facts.append(f"failed: {', '.join(failed)}")
     command = f"python benchmarks/gpu_{part}.py OUT --sections {','.join(result['sections'])}"
     head = f"`{command}`\n(`benchmarks/results/{name}`): {'; '.join(facts)}.\n"
+    if note := environment.get("note"):
+        head += f"Note: {note}.\n"
     return "\n".join([head, *KERNELS[part](found)])
 
 
@@ -183,23 +188,27 @@ def ms(timed: Report) -> str:
 def kda_tables(found: Report) -> list[str]:
     texts = []
     if timing := found.get("timing"):
-        over = timing.get("over own compact", {})
-        runs = {name: one for name, one in timing.items() if isinstance(one, dict) and "peak_gib" in one}
+        runs = {name: one for name, one in timing.items() if isinstance(one, dict) and set(PASSES) <= set(one)}
+        own = runs["own compact"]
         rows = [
             [
                 name,
                 *(ms(one[part]) for part in PASSES),
-                " / ".join(f"{over[name][part]:.2f}" for part in PASSES) if name in over else "-",
-                f"{one['peak_gib']:.1f}",
+                " / ".join(f"{one[part]['median'] / own[part]['median']:.2f}" for part in PASSES),
+                f"{one['peak_gib']:.1f}" if "peak_gib" in one else "-",
             ]
             for name, one in runs.items()
         ]
-        equal = "yes" if timing["bit_equal_to_expanded"] else "no"
-        texts.append(
-            f"{timing['rows']:,} rows ({timing['expanded_rows']:,} expanded, {timing['token_ratio']:.2f}x), "
-            f"{timing['segments']} segments, {timing['rounds']} rounds; outputs bit-equal to the expanded run: {equal}."
-            f"{kda_errors(found.get('numerics', {}))}\n"
-        )
+        facts = kda_errors(found.get("numerics", {}))
+        if "rows" in timing:
+            equal = "yes" if timing["bit_equal_to_expanded"] else "no"
+            facts = [
+                f"{timing['rows']:,} rows ({timing['expanded_rows']:,} expanded, {timing['token_ratio']:.2f}x), "
+                f"{timing['segments']} segments, {timing['rounds']} rounds; "
+                f"outputs bit-equal to the expanded run: {equal}.",
+                *facts,
+            ]
+        texts += [f"{' '.join(facts)}\n"] if facts else []
         texts.append(rows_of(["run", "forward ms", "with backward", "over own compact", "peak GiB"], rows))
     if breakdown := found.get("breakdown"):
         kernels = {name: one for name, one in breakdown.items() if isinstance(one, dict) and "gb_per_s" in one}
@@ -208,13 +217,21 @@ def kda_tables(found: Report) -> list[str]:
     return texts
 
 
-def kda_errors(numerics: Report) -> str:
-    worst = {case: one["worst"] for case, one in numerics.items() if isinstance(one, dict) and "worst" in one}
+def kda_errors(numerics: Report) -> list[str]:
+    """Say how large errors against float64 are over those of fla, in the worst case of each output and gradient."""
+    if summed := numerics.get("worst ratio over fla"):
+        worst = {name: (ratio, "") for name, ratio in summed.items()}
+    else:
+        cases = {case: one for case, one in numerics.items() if isinstance(one, dict) and "worst" in one}
+        worst = {one["worst"][0]: (0.0, "") for one in cases.values()}
+        for case, one in cases.items():
+            name, ratio = one["worst"]
+            worst[name] = max(worst[name], (ratio, f", {case}"))
     if not worst:
-        return ""
-    case = max(worst, key=lambda case: worst[case][1])
-    gradient, ratio = worst[case]
-    return f" Largest error against float64, over fla's own: {ratio:.2f} (`{gradient}`, {case})."
+        return []
+    name = max(worst, key=lambda name: worst[name][0])
+    ratio, case = worst[name]
+    return [f"Largest error against float64, over fla's own: {ratio:.2f} (`{name}`{case})."]
 
 
 def attention_tables(found: Report) -> list[str]:

@@ -91,8 +91,7 @@ SCRIPTS = {
         "numerics": {"tree_slow": {"worst": ["q", 1.02]}, "long": {"worst": ["b", 1.2]}, "repeat": True},
         "timing": {
             **{"rows": 75328, "expanded_rows": 315264, "token_ratio": 4.185, "segments": 49, "rounds": 2},
-            **{"bit_equal_to_expanded": True, "own compact": PAIR | {"peak_gib": 7.06}},
-            "over own compact": {"own compact": {"forward": 1.0, "forward_backward": 1.0}},
+            **{"bit_equal_to_expanded": True, "own compact": PAIR | {"peak_gib": 7.06}, "own expanded": PAIR},
         },
         "breakdown": {"chunk_forward": COPIED, "launch": {"median": 0.0}, "total_ms": 1.0},
     },
@@ -119,7 +118,11 @@ SCRIPTS = {
     },
 }
 ROWS = {
-    "kda": [["own compact", "0.5", "2.0", "1.00 / 1.00", "7.1"], ["`chunk_forward`", "0.25", "3,100 GB/s (74%)"]],
+    "kda": [
+        ["own compact", "0.5", "2.0", "1.00 / 1.00", "7.1"],
+        ["own expanded", "0.5", "2.0", "1.00 / 1.00", "-"],
+        ["`chunk_forward`", "0.25", "3,100 GB/s (74%)"],
+    ],
     "attention": [
         ["treestep", "64,886", "9", "5.01", "0.5 ms, 512 (109%)", "2.0 ms, 512 (99%)", "1.12", "512 / 512"],
     ],
@@ -134,17 +137,23 @@ ROWS = {
 
 @pytest.mark.parametrize("part", make.KERNELS)
 def test_scripts_show_their_ops_and_what_failed(part):
-    sections = {name: {"result": one} for name, one in SCRIPTS[part].items()} | {"large": {"error": "Traceback"}}
-    environment = {"commit": "0123456789", "device": "GPU", "versions": {"torch": "2.11"}}
+    failed = {"error": "Traceback", "commit": "9876543210"}
+    sections = {name: {"result": one} for name, one in SCRIPTS[part].items()} | {"large": failed}
+    environment = {"commit": "0123456789", "device": "GPU", "versions": {"torch": "2.11"}, "note": "two runs"}
     text = make.section(f"gpu_{part}_gpu.json", {"environment": environment, "sections": sections})
     assert text.startswith(f"`python benchmarks/gpu_{part}.py OUT --sections {','.join(sections)}`")
-    assert "GPU; torch 2.11; commit 0123456; failed: large." in text
+    assert "GPU; torch 2.11; commit 0123456; large at 9876543; failed: large.\nNote: two runs.\n" in text
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     assert all(row in rows for row in ROWS[part])
     # Nothing else: two lines of header a table, and plain PyTorch beside the kernels of a MoE layer.
     headers = 2 * sum(row[0] == "---" for row in rows)
     assert len(rows) - headers == len(ROWS[part]) + (part == "moe")
     assert part != "kda" or "over fla's own: 1.20 (`b`, long)" in text
+
+
+def test_errors_of_kda_summed_up():
+    assert make.kda_errors({"worst ratio over fla": {"o": 0.99, "q": 1.05}})[0].endswith("1.05 (`q`).")
+    assert make.kda_errors({}) == []
 
 
 def test_results_of_a_cpu_and_of_other_models_have_what_they_have(results):
