@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from harts_titan.cli import common
 from harts_titan.cli.plan_read import read_step
 from harts_titan.data import RolloutBatch
 from harts_titan.data.source import dataset_from_config
@@ -91,7 +92,9 @@ def load_workload(options: argparse.Namespace, config: Any, *, vocab_size: int) 
         )
         workload = Workload(_trained(tokens, offsets), options.rollouts)
     else:
-        dataset = dataset_from_config(config, vocab_size=vocab_size, min_trajectories=options.dp)
+        dataset = dataset_from_config(
+            config, vocab_size=vocab_size, min_trajectories=options.dp, hint=common.path_hint(options)
+        )
         workload = Workload(dataset.batch.select(dataset.steps_of_epoch(0)[0]), options.rollouts or config.data.path)
     longest = int(np.diff(workload.batch.offsets).max())
     if longest > config.tree.max_tokens:

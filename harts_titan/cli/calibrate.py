@@ -159,7 +159,7 @@ def generated_items(engine: Engine, number: int) -> list[_Item]:
 def rollout_items(engine: Engine) -> list[_Item]:
     """Return the consumers of the first configured step, all held out."""
     config = engine.config
-    dataset = dataset_from_config(config, vocab_size=engine.vocab_size)
+    dataset = dataset_from_config(config, vocab_size=engine.vocab_size, hint="check --rollouts")
     batch = dataset.batch.select(dataset.steps_of_epoch(0)[0])
     plan = plan_step(batch.tokens, batch.offsets, capacity=config.tree.max_tokens, chunk_size=config.tree.chunk_size)
     items = []

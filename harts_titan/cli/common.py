@@ -46,6 +46,11 @@ def config_overrides(options: argparse.Namespace) -> list[str]:
     return overrides
 
 
+def path_hint(options: argparse.Namespace) -> str:
+    """Return what the user can do about rollouts that are not there: where the command got their path from."""
+    return "set data.path" if getattr(options, "rollouts", None) is None else "check --rollouts"
+
+
 def check_target(target: str | None, option: str) -> None:
     """Refuse a file that could not be written, before the work that fills it.
 

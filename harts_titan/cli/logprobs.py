@@ -71,7 +71,12 @@ def main(argv: Sequence[str]) -> int:
     engine = Engine.from_config(
         config, hf_dir=options.hf_dir, checkpoint=options.checkpoint, dtype=options.dtype, with_optimizer=False
     )
-    batch = rollouts_from_config(config.data, vocab_size=engine.vocab_size, folder=config.job.dump_folder)
+    batch = rollouts_from_config(
+        config.data,
+        vocab_size=engine.vocab_size,
+        folder=config.job.dump_folder,
+        hint=common.path_hint(options),
+    )
     try:
         logprobs = score(engine, batch, trajectories=options.batch)
     except NonFiniteError as error:

@@ -19,6 +19,7 @@ from harts_titan.data.files import resolve_files
 
 _PIECE = 1 << 20
 """Entries read at once: what reading needs besides the array itself."""
+_HINT = "check INPUT"
 _LARGEST_ID = np.iinfo(np.int32).max
 
 
@@ -52,7 +53,7 @@ def read_step(
                 f"--capacity ({capacity}) or shorten it"
             )
     else:
-        batch = read_rollouts(path, scheme=scheme, limit=limit)
+        batch = read_rollouts(path, scheme=scheme, limit=limit, hint=_HINT)
         batch, lost = apply_overlong(batch, capacity, overlong, capacity_name="--capacity", policy_name="--overlong")
         tokens, offsets = batch.tokens, batch.offsets
     if len(offsets) - 1 < dp_degree:
@@ -75,7 +76,7 @@ def input_files(path: str) -> list[str]:
         ValueError: If it is not there.
     """
     if not is_npz(path):
-        return resolve_files(path)
+        return resolve_files(path, hint=_HINT)
     if not Path(path).is_file():
         raise ValueError(f"{path}: {'is a folder, no .npz file' if Path(path).is_dir() else 'no such file'}")
     return [path]

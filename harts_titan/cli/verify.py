@@ -275,7 +275,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError("tree.mode = 'expanded' has nothing to verify; use 'compact', 'nodewise' or 'depthwise'")
     dtype = options.dtype or config.training.mixed_precision_param
     engine = Engine.from_config(config, hf_dir=options.hf_dir, dtype=dtype, with_optimizer=False)
-    dataset = dataset_from_config(config, vocab_size=engine.vocab_size)
+    dataset = dataset_from_config(config, vocab_size=engine.vocab_size, hint=common.path_hint(options))
     result = verify(engine, dataset, steps=options.steps, dtype=dtype)
     common.write_json(result, options.json)
     shown = [

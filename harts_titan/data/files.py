@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 PARQUET_SUFFIXES = (".parquet", ".pq")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 SCHEMES = ("step", "tree")
+_KINDS = ".parquet, .pq, .jsonl, .ndjson or .json"
 
 PathLike = str | os.PathLike[str]
 
@@ -50,6 +51,7 @@ def read_rollouts(
     limit: int = 0,
     vocab_size: int | None = None,
     densify: bool = False,
+    hint: str = "set data.path",
 ) -> RolloutBatch:
     """Read and check rollouts; nothing is left out silently.
 
@@ -59,6 +61,7 @@ def read_rollouts(
         limit: read only the first ``limit`` trajectories over all files; 0 = all.
         vocab_size: ids the model has; ids outside are refused. None = any id.
         densify: map the ids in use over all files one to one onto 0..n-1 first.
+        hint: what the user can do about a path that names nothing.
 
     Returns:
         The trajectories in file and row order.
@@ -74,7 +77,7 @@ def read_rollouts(
     groups = GroupNumbers()
     batches: list[RolloutBatch] = []
     ignored: set[str] = set()
-    files = resolve_files(path)
+    files = resolve_files(path, hint=hint)
     for number, file in enumerate(files):
         remaining = limit - sum(batch.num_trajectories for batch in batches) if limit else 0
         if limit and remaining <= 0:
@@ -102,11 +105,12 @@ def read_rollouts(
     return batch
 
 
-def resolve_files(path: PathLike | Sequence[PathLike]) -> list[str]:
+def resolve_files(path: PathLike | Sequence[PathLike], *, hint: str = "set data.path") -> list[str]:
     """Return the rollout files that ``path`` names, folders and patterns expanded in name order.
 
     Args:
         path: a file, folder or glob pattern, or a list of those.
+        hint: what the user can do about a path that names nothing.
 
     Returns:
         At least one existing, distinct file.
@@ -121,7 +125,7 @@ def resolve_files(path: PathLike | Sequence[PathLike]) -> list[str]:
             inside = sorted(os.listdir(part))
             found = [name for name in inside if name.lower().endswith((*PARQUET_SUFFIXES, *JSON_SUFFIXES))]
             if not found:
-                raise ValueError(f"{part}: the folder holds no .parquet or .jsonl file; set data.path")
+                raise ValueError(f"{part}: the folder holds no rollout file ({_KINDS}); {hint}")
             other = sorted(set(inside) - set(found))
             if other:
                 logger.info("%s: not rollout files, left aside: %s", part, ", ".join(other))
@@ -131,14 +135,14 @@ def resolve_files(path: PathLike | Sequence[PathLike]) -> list[str]:
         else:
             matches = sorted(glob.glob(part))
             if not matches:
-                raise ValueError(f"{part or '(empty path)'}: no such file, folder or pattern; set data.path")
+                raise ValueError(f"{part or '(empty path)'}: no such file, folder or pattern; {hint}")
             files += matches
     if not files:
-        raise ValueError("no rollout file given; set data.path")
+        raise ValueError(f"no rollout file given; {hint}")
     real = [os.path.realpath(file) for file in files]
     twice = next((file for file, name in zip(files, real) if real.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"{twice}: the file is named twice in data.path")
+        raise ValueError(f"{twice}: the file is named twice")
     return files
 
 
@@ -168,8 +172,13 @@ def _is_parquet(file: str) -> bool:
     with open(file, "rb") as handle:
         magic = handle.read(4) == b"PAR1"
     suffix = Path(file).suffix.lower()
+    if not magic and suffix == ".npz":
+        raise ValueError(
+            f"{file}: an .npz of tokens and offsets has no loss mask, only harts-plan and harts-bench read it; "
+            f"needed: {_KINDS}"
+        )
     if not magic and suffix not in (*PARQUET_SUFFIXES, *JSON_SUFFIXES):
-        raise ValueError(f"{file}: unknown kind of file; needed: .parquet or .jsonl")
+        raise ValueError(f"{file}: unknown kind of file; needed: {_KINDS} (harts-plan and harts-bench also read .npz)")
     return magic or suffix in PARQUET_SUFFIXES
 
 

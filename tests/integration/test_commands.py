@@ -120,7 +120,11 @@ def test_bench_reports_a_ratio(rollouts, tmp_path):
         ("verify", ["nosuch.toml"], "nosuch.toml"),
         ("verify", [CONFIG, "--tree.mode", "expanded"], "tree.mode"),
         ("logprobs", [CONFIG, "--rollouts", "{rollouts}", "--out", "x.csv"], "--out"),
-        ("logprobs", [CONFIG, "--rollouts", "nosuch.parquet", "--out", "{tmp}/x.jsonl"], "nosuch.parquet"),
+        ("logprobs", [CONFIG, "--rollouts", "nosuch.parquet", "--out", "{tmp}/x.jsonl"], "pattern; check --rollouts"),
+        ("verify", [CONFIG, "--rollouts", "nosuch.parquet"], "nosuch.parquet: no such file, folder or pattern; check"),
+        ("verify", [CONFIG, "--data.path", "nosuch.parquet"], "no such file, folder or pattern; set data.path"),
+        ("verify", ["{rollouts}"], "the first argument is CONFIG.toml; rollouts go to --rollouts"),
+        ("verify", [CONFIG, "--data.densify", "maybe"], "true or false is needed"),
         ("bench", [CONFIG, "--repeats", "0"], "--repeats"),
     ],
 )

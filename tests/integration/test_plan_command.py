@@ -516,7 +516,7 @@ def test_memory_figures():
         (["--chunk-size", str(2**63)], (f"--chunk-size ({2**63})", "at most")),
         (["--model", "llama3"], ("llama3", "ling")),
         (["absent.npz"], ("absent.npz",)),
-        (["absent.parquet"], ("absent.parquet",)),
+        (["absent.parquet"], ("absent.parquet", "check INPUT")),
         (["--json", ""], ("--json", "empty")),
         (["--json", "/dev/full"], ("--json: '/dev/full' cannot be written", "No space")),
         (["--save", "/dev/full"], ("--save: '/dev/full' cannot be written", "No space")),

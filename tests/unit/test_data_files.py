@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from harts_titan.data import RolloutBatch, read_rollouts, write_rollouts
+from harts_titan.data import RolloutBatch, files, read_rollouts, write_rollouts
 from harts_titan.data.synthetic import SyntheticConfig, generate
 
 NAN = float("nan")
@@ -217,16 +217,30 @@ def test_empty_files_folders_and_missing_paths(tmp_path):
         read_rollouts(tmp_path / "none.parquet")
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(ValueError, match=r"folder: the folder holds no .parquet or .jsonl file"):
+    with pytest.raises(ValueError, match=r"folder: the folder holds no rollout file \(.parquet, .*\); set data.path"):
         read_rollouts(folder)
+    with pytest.raises(ValueError, match=r"the folder holds no rollout file .*; check INPUT$"):
+        read_rollouts(folder, hint="check INPUT")
     for missing in (tmp_path / "absent.parquet", tmp_path / "*.none"):
         with pytest.raises(ValueError, match=r"no such file, folder or pattern; set data.path"):
             read_rollouts(missing)
-    with pytest.raises(ValueError, match="no rollout file given"):
+        with pytest.raises(ValueError, match=r"no such file, folder or pattern; check --rollouts$"):
+            read_rollouts(missing, hint="check --rollouts")
+    with pytest.raises(ValueError, match=r"no rollout file given; set data\.path"):
         read_rollouts([])
     (tmp_path / "x.txt").write_text("hello")
-    with pytest.raises(ValueError, match=r"x.txt: unknown kind of file"):
+    with pytest.raises(ValueError, match=r"x.txt: unknown kind of file; needed: .parquet, .*.json \(harts-plan"):
         read_rollouts(tmp_path / "x.txt")
+    np.savez(tmp_path / "x.npz", tokens=np.arange(3), offsets=np.array([0, 3]))
+    with pytest.raises(
+        ValueError, match=r"x.npz: an .npz of tokens and offsets has no loss mask, .*; needed: .parquet"
+    ):
+        read_rollouts(tmp_path / "x.npz")
+
+
+def test_the_kinds_in_messages_are_those_that_are_read():
+    suffixes = (*files.PARQUET_SUFFIXES, *files.JSON_SUFFIXES)
+    assert f"{', '.join(suffixes[:-1])} or {suffixes[-1]}" == files._KINDS
 
 
 def test_several_files_by_list_folder_and_pattern(tmp_path):
