@@ -104,11 +104,15 @@ def write_json(result: dict[str, Any], target: str | None) -> None:
         Path(target).write_text(text + "\n")
 
 
-def table(title: str, rows: Sequence[tuple[str, Any]], *, to_stderr: bool = False) -> None:
-    """Print a two-column table."""
-    view = Table(title=title, show_header=False)
-    for name, value in rows:
-        view.add_row(name, f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value))
+def table(
+    title: str, rows: Sequence[tuple[Any, ...]], *, header: Sequence[str] | None = None, to_stderr: bool = False
+) -> None:
+    """Print a table: in each row a name, a value and, where ``header`` names more columns, what belongs to them."""
+    view = Table(title=title, show_header=header is not None)
+    for column in header or ():
+        view.add_column(column, overflow="fold")
+    for row in rows:
+        view.add_row(*(f"{x:,}" if isinstance(x, int) and not isinstance(x, bool) else str(x) for x in row))
     (Console(stderr=True) if to_stderr else console).print(view)
 
 

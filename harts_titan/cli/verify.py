@@ -59,6 +59,8 @@ BARS = {
 
 # What the float32 evaluation of two equal distributions still differs by.
 _FLOOR = 1e-6
+# Ratios; differences are shown by their magnitude.
+_DECIMALS = {"compression": 3, "mean_token_cosine": 6}
 
 
 @dataclass
@@ -132,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=tuple(BARS),
         default="",
-        help="default: training.mixed_precision_param, what the model computes in",
+        help="type to compute in, which decides the bars (default: training.mixed_precision_param)",
     )
     parser.add_argument("--hf-dir", default="", metavar="DIR", help="take model and weights from a Hugging Face folder")
     parser.add_argument(
@@ -216,34 +218,53 @@ def _figures(d: Differences) -> dict[str, Any]:
     }
 
 
-def failures(result: dict[str, Any], bars: Bars) -> list[str]:
-    """Return one line per bar that the figures of :func:`verify` miss; NaN misses every bar."""
-    found = []
-    exact = result["dtype"] == "float64"
+@dataclass(frozen=True)
+class Limit:
+    """What a figure is held to."""
 
-    def at_most(name: str, bar: float | None) -> None:
-        if bar is not None and not result[name] <= bar:
-            found.append(f"{name} = {result[name]:.3g}, at most {bar:.3g} is accepted")
+    met: bool
+    bar: str
+    """For the table, beside the figure."""
+    failure: str
+
+
+def limits(result: dict[str, Any], bars: Bars) -> dict[str, Limit]:
+    """Return what each judged figure of :func:`verify` is held to, by its key; NaN meets no limit."""
+    found: dict[str, Limit] = {}
+    exact = result["dtype"] == "float64"
+    flips = result["positions_with_routing_flips"] > 0
+
+    def at_most(name: str, bar: float | None, why: str = "") -> None:
+        if bar is not None:
+            failure = f"{name} = {result[name]:.3g}, at most {why or f'{bar:.3g}'} is accepted"
+            found[name] = Limit(result[name] <= bar, f"<= {bar:.2e}{why and f', {why}'}", failure)
 
     at_most("max_logprob_diff_same_routing", bars.logprob)
     at_most("max_entropy_diff_same_routing", bars.logprob)
-    if not math.isfinite(result["max_grad_rel_diff"]):
-        found.append(f"the gradient of {result['worst_parameter']} differs by {result['max_grad_rel_diff']}")
-    elif exact or result["positions_with_routing_flips"] == 0:
+    worst = result["max_grad_rel_diff"]
+    if exact or not flips:
         # A flipped expert gives another expert's weights a gradient: not a rounding difference.
         at_most("max_grad_rel_diff", bars.grad)
+    if "max_grad_rel_diff" not in found or not math.isfinite(worst):
+        bar = found["max_grad_rel_diff"].bar if "max_grad_rel_diff" in found else "finite"
+        differs = f"the gradient of {result['worst_parameter']} differs by {worst}"
+        found["max_grad_rel_diff"] = Limit(math.isfinite(worst), bar, differs)
     for name in ("loss_rel_diff", "z_loss_rel_diff", "load_balance_loss_rel_diff"):
         at_most(name, bars.scalar)
-    if not result["mean_token_cosine"] >= bars.min_cosine:
-        found.append(f"mean_token_cosine = {result['mean_token_cosine']:.6f}, at least {bars.min_cosine} is needed")
-    if result["positions_with_routing_flips"] == 0 and not result["expert_counts_equal"]:
-        found.append("expert counts differ although every position routed equally")
+    cosine = result["mean_token_cosine"]
+    found["mean_token_cosine"] = Limit(
+        cosine >= bars.min_cosine,
+        f">= {bars.min_cosine}",
+        f"mean_token_cosine = {cosine:.6f}, at least {bars.min_cosine} is needed",
+    )
+    if exact or not flips:
+        failure = "expert counts differ" + ("" if flips else " although every position routed equally")
+        found["expert_counts_equal"] = Limit(result["expert_counts_equal"], "True", failure)
     if exact:
         at_most("max_logprob_diff", bars.logprob)
-        if not result["expert_counts_equal"]:
-            found.append("expert counts differ")
-    if result["mode"] == "compact" and result["core_bit_equal"] is False:
-        found.append("linear-attention core outputs are not bit-equal to the per-trajectory run")
+    if result["mode"] == "compact" and result["core_bit_equal"] is not None:
+        failure = "linear-attention core outputs are not bit-equal to the per-trajectory run"
+        found["core_bit_equal"] = Limit(result["core_bit_equal"], "True", failure)
     if bars.rerun_factor is not None:
         for name, factor in (
             ("mean_symmetric_kl", bars.rerun_factor),
@@ -251,14 +272,35 @@ def failures(result: dict[str, Any], bars: Bars) -> list[str]:
             ("mean_abs_nll_diff", bars.rerun_factor),
             ("grad_l2_rel_diff", 2 * bars.rerun_factor),
         ):
-            ours, again = result[name], result["rerun"][name]
-            if not ours <= factor * again + _FLOOR:
-                found.append(f"{name} = {ours:.3g}, at most {factor:.3g} x the re-run's {again:.3g} is accepted")
+            again = result["rerun"][name]
+            at_most(name, factor * again + _FLOOR, f"{factor:.3g} x the re-run's {again:.3g}")
+    return found
+
+
+def failures(result: dict[str, Any], bars: Bars) -> list[str]:
+    """Return one line per bar that the figures of :func:`verify` miss; NaN misses every bar."""
+    found = [limit.failure for limit in limits(result, bars).values() if not limit.met]
     original, rows = result["original_tokens"], result["rows_executed"]
     for name, want in (("shared", result["compact_tokens"]), ("expanded", original), ("rerun", original)):
         if rows[name] != want:
             found.append(f"the {name} run executed {rows[name]} rows per layer, {want} were expected")
     return found
+
+
+def table_rows(result: dict[str, Any], bars: Bars) -> list[tuple[str, Any, str]]:
+    """Return the lines of the table that the command prints: figure, value, and its bar if it is judged."""
+    held = limits(result, bars)
+    rows: list[tuple[str, Any, str]] = []
+    for name, value in result.items():
+        if isinstance(value, dict | list):
+            continue
+        if isinstance(value, float):
+            value = f"{value:.{_DECIMALS[name]}f}" if name in _DECIMALS else f"{value:.3e}"
+        rows.append((name, value, held[name].bar if name in held else ""))
+    wanted = {"shared": result["compact_tokens"]}
+    for name, count in result["rows_executed"].items():
+        rows.append((f"rows executed, {name}", count, f"{wanted.get(name, result['original_tokens']):,}"))
+    return rows
 
 
 def main(argv: Sequence[str]) -> int:
@@ -278,12 +320,12 @@ def main(argv: Sequence[str]) -> int:
     dataset = dataset_from_config(config, vocab_size=engine.vocab_size, hint=common.path_hint(options))
     result = verify(engine, dataset, steps=options.steps, dtype=dtype)
     common.write_json(result, options.json)
-    shown = [
-        (k, f"{v:.3e}" if isinstance(v, float) and not k.startswith(("mean_tok", "compr")) else v)
-        for k, v in result.items()
-        if not isinstance(v, dict | list)
-    ]
-    common.table(f"harts-verify: {options.config}, {dtype}", shown, to_stderr=options.json == "-")
+    common.table(
+        f"harts-verify: {options.config}, {dtype}",
+        table_rows(result, BARS[dtype]),
+        header=("figure", "value", "bar"),
+        to_stderr=options.json == "-",
+    )
     for line in result["failures"]:
         sys.stderr.write(f"FAILED: {line}\n")
     return 0 if result["passed"] else 1

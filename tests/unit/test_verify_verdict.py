@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from harts_titan.cli import verify
+from harts_titan.cli import common, verify
 from harts_titan.cli.comparison import LogitFigures, Recorded
 
 
@@ -65,3 +65,79 @@ def test_nan_misses_every_bar(dtype, figure):
     }
     assert verify.failures(good, verify.BARS[dtype]) == []
     assert verify.failures(good | {figure: math.nan}, verify.BARS[dtype])
+
+
+def verified(dtype, **changes):
+    """Figures as ``verify`` returns them, all good but for the changes."""
+    figures = verify._figures(verify.Differences())
+    return {
+        "mode": "compact",
+        "dtype": dtype,
+        "steps": 1,
+        "original_tokens": 4000,
+        "compact_tokens": 3000,
+        "compression": 4 / 3,
+        "rows_executed": {"shared": 3000, "expanded": 4000, "rerun": 4000},
+        **figures,
+        "core_bit_equal": True,
+        "core_elements_compared": 5,
+        "rerun": figures | {"mean_symmetric_kl": 1e-3},
+        **changes,
+    }
+
+
+BAD = {
+    "max_logprob_diff_same_routing": 1.0,
+    "max_entropy_diff_same_routing": 1.0,
+    "max_grad_rel_diff": math.inf,
+    "loss_rel_diff": 1.0,
+    "z_loss_rel_diff": 1.0,
+    "load_balance_loss_rel_diff": 1.0,
+    "mean_token_cosine": 0.99,
+    "expert_counts_equal": False,
+    "max_logprob_diff": 1.0,
+    "core_bit_equal": False,
+    "mean_symmetric_kl": 1.0,
+    "mean_cosine_error": 1.0,
+    "mean_abs_nll_diff": 1.0,
+    "grad_l2_rel_diff": 1.0,
+}
+
+
+@pytest.mark.parametrize("dtype", verify.BARS)
+def test_a_figure_has_a_bar_in_the_table_exactly_if_it_is_judged(dtype):
+    bars = verify.BARS[dtype]
+    rows = {name: bar for name, _, bar in verify.table_rows(verified(dtype), bars)}
+    for name, value in BAD.items():
+        failed = verify.failures(verified(dtype, **{name: value}), bars)
+        assert bool(rows[name]) == bool(failed), name
+        assert len(failed) <= 1
+    others = {name for name, bar in rows.items() if bar} - set(BAD)
+    assert others == {"rows executed, shared", "rows executed, expanded", "rows executed, rerun"}
+
+
+@pytest.mark.parametrize("dtype", verify.BARS)
+def test_flipped_experts_are_judged_in_float64_only(dtype):
+    bars = verify.BARS[dtype]
+    flipped = verified(dtype, positions_with_routing_flips=3, expert_counts_equal=False, max_grad_rel_diff=0.5)
+    failed = verify.failures(flipped, bars)
+    assert len(failed) == (2 if dtype == "float64" else 0)
+    rows = {name: bar for name, _, bar in verify.table_rows(flipped, bars)}
+    assert rows["max_grad_rel_diff"] == ("<= 1.00e-09" if dtype == "float64" else "finite")
+    assert rows["expert_counts_equal"] == ("True" if dtype == "float64" else "")
+
+
+def test_the_table_shows_figures_beside_their_bars(capsys):
+    result = verified("bfloat16", mean_symmetric_kl=2e-3)
+    assert verify.failures(result, verify.BARS["bfloat16"]) == [
+        "mean_symmetric_kl = 0.002, at most 1.1 x the re-run's 0.001 is accepted"
+    ]
+    rows = {name: (value, bar) for name, value, bar in verify.table_rows(result, verify.BARS["bfloat16"])}
+    assert rows["compression"] == ("1.333", "")
+    assert rows["mean_token_cosine"] == ("1.000000", ">= 0.9997")
+    assert rows["mean_symmetric_kl"] == ("2.000e-03", "<= 1.10e-03, 1.1 x the re-run's 0.001")
+    assert rows["rows executed, shared"] == (3000, "3,000")
+    assert rows["core_bit_equal"] == (True, "True")
+    common.table("title", verify.table_rows(result, verify.BARS["bfloat16"]), header=("figure", "value", "bar"))
+    shown = capsys.readouterr().out
+    assert "bar" in shown and ">= 0.9997" in shown
