@@ -105,7 +105,7 @@ def ratio_table(result: Report) -> str | None:
     for name, speedup in ratios["speedup"].items():
         flops, share = (ratios[key].get(name) for key in ("flop_ratio", "share"))
         rows.append([name, f"{speedup:.2f}", *("-" if x is None else f"{x:.2f}" for x in (flops, share))])
-    return rows_of(["ratio", "original tokens/s", "FLOPs", "first over second"], rows) if rows else None
+    return rows_of(["ratio", "original tokens/s", "FLOPs", "speed-up over FLOPs"], rows) if rows else None
 
 
 def kinds_table(breakdowns: dict[str, Report]) -> str:
@@ -145,7 +145,7 @@ def layer_tables(result: Report) -> str:
     header = ["layer", "mode", "forward ms", "with backward", "TFLOP/s", "of the GEMM", "elementwise GB/s", "peak GiB"]
     text = rows_of(header, rows)
     if ratios:
-        text += "\n" + rows_of(["layer", "ratio", "original tokens/s", "FLOPs", "first over second"], ratios)
+        text += "\n" + rows_of(["layer", "ratio", "original tokens/s", "FLOPs", "speed-up over FLOPs"], ratios)
     return text
 
 
