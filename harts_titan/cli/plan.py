@@ -17,7 +17,7 @@ from tqdm import tqdm
 from harts_titan.cli import common
 from harts_titan.cli.plan_figures import overall_figures, step_figures, summary
 from harts_titan.cli.plan_file import HEADER, step_arrays, write_plan_file
-from harts_titan.cli.plan_plot import Bars, write_plot
+from harts_titan.cli.plan_plot import plot_step
 from harts_titan.cli.plan_read import input_files, is_npz, peak_bytes, read_step, resident_bytes
 from harts_titan.models.train_specs import plan_cost
 from harts_titan.tree import MODES, PlanCost, StepPlan, plan_step
@@ -291,6 +291,8 @@ def main(argv: Sequence[str]) -> int:
         # Before the next step is read.
         del plan
     total = settings.report() | overall_figures(steps, balances)
+    if options.overlong != "error":
+        total["overlong"] = {name: sum(one["overlong"][name] for one in steps) for name in steps[0]["overlong"]}
     total |= {
         "compile_seconds": compile_seconds,
         "peak_memory_bytes": peak_bytes(),
@@ -334,17 +336,18 @@ def _one_step(
     figures = step_figures(
         plan.stats,
         trajectories=len(offsets) - 1,
-        lost=lost,
         work_items=int(np.count_nonzero(plan.items["item_rows_I"])),
         lower_bound=_bound(tokens, offsets, settings),
         read_seconds=ready - start,
         plan_seconds=done - ready,
     )
+    if options.overlong != "error":
+        figures["overlong"] = asdict(lost)
     if baseline is not None:
         figures["ortools"] = {name: value for name, value in vars(baseline).items() if name != "placement"}
     if picture:
         with common.writing(picture, "--plot"):
-            plot(picture, plan, tokens, offsets, name=path)
+            plot_step(picture, plan, tokens, offsets, name=path)
     return figures, plan
 
 
@@ -381,43 +384,6 @@ def frozen(array: np.ndarray) -> np.ndarray:
 def _bound(tokens: np.ndarray, offsets: np.ndarray, settings: Settings) -> int:
     step = SortedStep.from_tokens(tokens, offsets)
     return lower_bound(step, capacity=settings.capacity, dp_degree=settings.dp_degree)
-
-
-def plot(path: str, plan: StepPlan, tokens: np.ndarray, offsets: np.ndarray, *, name: str) -> None:
-    """Draw a step, and of its microbatches the one with the most segments.
-
-    Args:
-        path: PNG file.
-        plan: of the step.
-        tokens: int32 (S,) token ids of the step.
-        offsets: int64 (N+1,) trajectory bounds.
-        name: of the step.
-    """
-    items = plan.items
-    kind, replica, index, rows = (items[f"item_{name}_I"] for name in ("kind", "replica", "index", "rows"))
-    residual_JD = np.zeros((plan.num_slots, plan.dp_degree), np.int64)
-    producer_WD = np.zeros((plan.num_windows, plan.dp_degree), np.int64)
-    residual_JD[index[kind == 0], replica[kind == 0]] = rows[kind == 0]
-    producer_WD[index[kind == 1], replica[kind == 1]] = rows[kind == 1]
-    item = int(np.where(kind == 0, np.diff(items["segment_ptr_I1"]), -1).argmax())
-    members = np.flatnonzero((plan.slot_N == index[item]) & (plan.replica_N == replica[item]))
-    length_N = np.diff(offsets)[members]
-    step = SortedStep.from_tokens(
-        np.concatenate([tokens[offsets[x] : offsets[x + 1]] for x in members]),
-        np.concatenate([[0], np.cumsum(length_N)]),
-    )
-    write_plot(
-        path,
-        Bars(residual_JD, producer_WD, plan.window_ptr_W1),
-        length_N=step.length_N,
-        lcp_N=step.lcp_N,
-        shared_N=plan.shared_N[members][step.order_N],
-        capacity=plan.capacity,
-        titles=(
-            f"{name}: {plan.stats.decoder_compression:.3f}x, balance {100 * plan.stats.balance:.2f} %",
-            f"microbatch of replica {replica[item]} in slot {index[item]}",
-        ),
-    )
 
 
 def entry() -> None:

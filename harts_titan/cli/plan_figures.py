@@ -7,16 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from harts_titan.data import OverlongCounts
 from harts_titan.tree import PlanStats
 
 PHASES = ("read", "sort", "l1", "l2", "rounds", "layout")
 """Keys of ``seconds``, in order."""
 ADDED = (
     "trajectories",
-    "overlong_dropped",
-    "overlong_truncated",
-    "overlong_lost_tokens",
     "original_tokens",
     "distinct_tokens",
     "compact_tokens",
@@ -47,7 +43,6 @@ def step_figures(
     stats: PlanStats,
     *,
     trajectories: int,
-    lost: OverlongCounts,
     work_items: int,
     lower_bound: int,
     read_seconds: float,
@@ -58,7 +53,6 @@ def step_figures(
     Args:
         stats: of the step's plan.
         trajectories: of the step.
-        lost: what was left out or cut before, because it was longer than a microbatch.
         work_items: consumers and producers that execute rows.
         lower_bound: least compact rows level 1 could reach.
         read_seconds: reading the step.
@@ -66,9 +60,6 @@ def step_figures(
     """
     counts = {
         "trajectories": trajectories,
-        "overlong_dropped": lost.dropped,
-        "overlong_truncated": lost.truncated,
-        "overlong_lost_tokens": lost.lost_tokens,
         "original_tokens": stats.original_tokens,
         "distinct_tokens": stats.distinct_tokens,
         "compact_tokens": stats.compact_tokens,
@@ -148,9 +139,10 @@ def summary(total: dict[str, Any], num_steps: int) -> list[tuple[str, str]]:
     """Return the lines of the table that the command prints."""
     seconds = ", ".join(f"{name} {value / num_steps:.3f}" for name, value in total["seconds"].items())
     lost = []
-    if total["overlong_lost_tokens"]:
-        text = f"{total['overlong_dropped']:,} left out, {total['overlong_truncated']:,} cut"
-        lost = [("over-long", f"{text}; {total['overlong_lost_tokens']:,} tokens lost")]
+    if "overlong" in total:
+        counts = total["overlong"]
+        text = f"{counts['dropped']:,} left out, {counts['truncated']:,} cut; {counts['lost_tokens']:,} tokens lost"
+        lost = [("over-long", text)]
     executed = f"{total['executed_rows']:,}, {total['compression']:.3f}x"
     if total["mode"] == "expanded":
         executed += ": every trajectory alone; level 1, decoder and balance count the compact rows of its microbatches"

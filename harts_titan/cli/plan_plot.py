@@ -13,7 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from harts_titan.tree import build_forest
+from harts_titan.tree import StepPlan, build_forest
+from harts_titan.tree.sorted_step import SortedStep
 
 _PRODUCER, _SHARED, _OWN, _FORK = "#d55e00", "#0072b2", "#9a9a9a", "#c8c8c8"
 
@@ -31,6 +32,43 @@ class Bars:
     residual_JD: np.ndarray
     producer_WD: np.ndarray
     window_ptr_W1: np.ndarray
+
+
+def plot_step(path: str, plan: StepPlan, tokens: np.ndarray, offsets: np.ndarray, *, name: str) -> None:
+    """Draw a step, and of its microbatches the one with the most segments.
+
+    Args:
+        path: PNG file.
+        plan: of the step.
+        tokens: int32 (S,) token ids of the step.
+        offsets: int64 (N+1,) trajectory bounds.
+        name: of the step.
+    """
+    items = plan.items
+    kind, replica, index, rows = (items[f"item_{name}_I"] for name in ("kind", "replica", "index", "rows"))
+    residual_JD = np.zeros((plan.num_slots, plan.dp_degree), np.int64)
+    producer_WD = np.zeros((plan.num_windows, plan.dp_degree), np.int64)
+    residual_JD[index[kind == 0], replica[kind == 0]] = rows[kind == 0]
+    producer_WD[index[kind == 1], replica[kind == 1]] = rows[kind == 1]
+    item = int(np.where(kind == 0, np.diff(items["segment_ptr_I1"]), -1).argmax())
+    members = np.flatnonzero((plan.slot_N == index[item]) & (plan.replica_N == replica[item]))
+    length_N = np.diff(offsets)[members]
+    step = SortedStep.from_tokens(
+        np.concatenate([tokens[offsets[x] : offsets[x + 1]] for x in members]),
+        np.concatenate([[0], np.cumsum(length_N)]),
+    )
+    write_plot(
+        path,
+        Bars(residual_JD, producer_WD, plan.window_ptr_W1),
+        length_N=step.length_N,
+        lcp_N=step.lcp_N,
+        shared_N=plan.shared_N[members][step.order_N],
+        capacity=plan.capacity,
+        titles=(
+            f"{name}: {plan.stats.decoder_compression:.3f}x, balance {100 * plan.stats.balance:.2f} %",
+            f"microbatch of replica {replica[item]} in slot {index[item]}",
+        ),
+    )
 
 
 def write_plot(

@@ -255,11 +255,14 @@ def test_what_did_not_fit_is_counted(tmp_path, capsys):
     path = tmp_path / "rollouts.jsonl"
     rows = [{"tokens": list(range(n)), "loss_mask": [0] + [1] * (n - 1)} for n in (3, 70, 90)]
     path.write_text("\n".join(map(json.dumps, rows)))
-    for policy, expected in (("drop", (2, 0, 160)), ("truncate", (0, 2, 32))):
-        found = figures(tmp_path, path, *SMALL, "--overlong", policy)
-        names = ("overlong_dropped", "overlong_truncated", "overlong_lost_tokens")
-        assert tuple(found[name] for name in names) == tuple(found["steps"][0][name] for name in names) == expected
-        assert "over-long" in capsys.readouterr().out
+    for policy, expected in (("drop", (2, 0, 160, 158)), ("truncate", (0, 2, 32, 32))):
+        found = figures(tmp_path, path, path, *SMALL, "--overlong", policy)
+        names = ("dropped", "truncated", "lost_tokens", "lost_trained_tokens")
+        counts = dict(zip(names, expected, strict=True))
+        assert [one["overlong"] for one in found["steps"]] == [counts, counts]
+        assert found["overlong"] == {name: 2 * count for name, count in counts.items()}
+        assert f"{2 * counts['lost_tokens']} tokens lost" in capsys.readouterr().out
+    assert "overlong" not in figures(tmp_path, path, "--capacity", 90, "--chunk-size", 8)
 
 
 # The plan file.
