@@ -20,7 +20,7 @@ from harts_titan.cli.plan_file import HEADER, step_arrays, write_plan_file
 from harts_titan.cli.plan_plot import plot_step
 from harts_titan.cli.plan_read import input_files, is_npz, peak_bytes, read_step, resident_bytes
 from harts_titan.models.train_specs import plan_cost
-from harts_titan.tree import MODES, PlanCost, StepPlan, plan_step
+from harts_titan.tree import MODES, PlanCost, StepPlan, plan_step, sort_trajectories
 from harts_titan.tree.compiled import compilations
 from harts_titan.tree.cost import LARGEST
 from harts_titan.tree.lower_bound import lower_bound
@@ -369,7 +369,13 @@ def warm_up(settings: Settings) -> float:
     if compilations() > before:
         sys.stderr.write("compiling the planner (once per machine, about a minute)\n")
         sys.stderr.flush()
+    # As large as it takes for a second thread.
+    sort_trajectories(frozen(np.zeros(2 << 20, np.int32)), np.arange(3) << 20)
     small.plan(tokens, offsets)
+    if small.windows:
+        # Whether producers are cut to fit and prefixes deepened depends on the step; these two do one each.
+        for slots in (2, 0):
+            replace(small, dp_degree=2, max_window_slots=slots).plan(tokens, offsets)
     _bound(tokens, offsets, small)
     return time.perf_counter() - start
 
