@@ -226,7 +226,9 @@ def check(inputs, plan_file, json_file):
     done = []
     for path, plan, one in zip(inputs, plans, found["steps"]):
         with np.load(path) as step:
-            figures, pooled = check_step(step["tokens"], step["offsets"], plan, head, cost, found["mode"] in ("nodewise", "depthwise"))
+            figures, pooled = check_step(
+                step["tokens"], step["offsets"], plan, head, cost, found["mode"] in ("nodewise", "depthwise")
+            )
         l1 = [one.get(name, 0) for name in ("l1_tokens", "l1_slots", "l1_balance")]
         need([*map(type, l1)] == [int, int, float] and 0 < l1[2] <= 1, "level 1")
         need(l1[0] >= figures["l1_lower_bound"] >= figures["distinct_tokens"], "level 1 is above its bound")

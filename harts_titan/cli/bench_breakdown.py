@@ -97,7 +97,9 @@ def summarise(kernels: Iterable[Kernel], ranges: Iterable[Kernel] = (), *, timel
         ordered = sorted(rows.items(), key=lambda row: -row[1][0])
         return {n: {"ms": us / 1e3, "share": us / busy if busy else 0.0, "calls": count} for n, (us, count) in ordered}
 
-    by_kind, by_name, by_range = (defaultdict(list) for _ in range(3))
+    by_kind: dict[str, list[Kernel]] = defaultdict(list)
+    by_name: dict[str, list[Kernel]] = defaultdict(list)
+    by_range: dict[str, list[Kernel]] = defaultdict(list)
     for kernel in kernels:
         by_kind[kind_of(kernel.name)].append(kernel)
         by_name[kernel.name].append(kernel)

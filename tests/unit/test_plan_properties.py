@@ -53,7 +53,12 @@ def planned(tokens, offsets, **options):
 
 
 @SETTINGS
-@given(steps(), st.sampled_from(("compact", "nodewise", "depthwise")), st.sampled_from(("full", "depth", "ragged")), st.data())
+@given(
+    steps(),
+    st.sampled_from(("compact", "nodewise", "depthwise")),
+    st.sampled_from(("full", "depth", "ragged")),
+    st.data(),
+)
 def test_plans_with_windows_are_proven(step, mode, style, data):
     chunk, sequences = step
     options = settings_of(data.draw, sequences, chunk, mode)
