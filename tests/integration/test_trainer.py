@@ -108,7 +108,7 @@ def test_profiler_writes_named_ranges(tmp_path):
         (["--training.seq_len", "128"], "training.seq_len"),
         (["--data.path", "nosuch.parquet"], "nosuch.parquet"),
         (["--model.flavor", "nosuch"], "model.flavor"),
-        (["--tree.chunk_sise", "8"], "--section.field"),
+        (["--tree.chunk_sise", "8"], "--tree.chunk_sise"),
         (["--rl.objective", "nosuch"], "nosuch"),
         (["--rl.objective", "grpo", "--rl.kl_coef", "0.1"], "ref_logprobs"),
         (["--parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree"),
