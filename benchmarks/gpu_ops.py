@@ -8,32 +8,20 @@ A section that fails is recorded with its traceback, the others still run, and t
 a section whose checks failed. Needs the repository's ``tests`` folder (the checks are shared with the tests).
 """
 
-# ruff: noqa: E402  (the interpreter's work-arounds must be in place before anything imports triton)
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-DRY = "--dry-run" in sys.argv
-if DRY and os.environ.get("TRITON_INTERPRET") != "1":
-    sys.exit("--dry-run needs TRITON_INTERPRET=1 in the environment: triton reads it when it is imported")
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch._dynamo.testing
+from gpu_timing import DEVICE, DRY, Report, run_sections
 from torch import Tensor
 
 if DRY:
@@ -53,7 +41,6 @@ from tests.numerics import kernel_checks as checks
 if TYPE_CHECKING:
     from harts_titan.ops.attention.fa4 import FA4Tables
 
-DEVICE = "cpu" if DRY else "cuda"
 DTYPE = torch.float32 if DRY else torch.bfloat16
 SETTING = checks.Setting(
     DEVICE,
@@ -68,7 +55,6 @@ C = SETTING.chunk_size
 BIG_ROWS = 90 if DRY else 65_000
 PROMPT, STEP = (41, 30) if DRY else (4096, 2500)
 REPEATS = 1 if DRY else 5
-Report = dict[str, Any]
 
 
 def median_ms(run: Callable[[], object], repeats: int = REPEATS) -> Report:
@@ -350,62 +336,16 @@ SECTIONS: dict[str, Callable[[], Report]] = {
 }
 
 
-def environment() -> Report:
-    def version(name: str) -> str:
-        from importlib.metadata import PackageNotFoundError
-        from importlib.metadata import version as installed
-
-        try:
-            return installed(name)
-        except PackageNotFoundError:
-            return "absent"
-
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "commit": commit.stdout.strip() or "unknown",
-        "device": "cpu, interpreted" if DRY else torch.cuda.get_device_name(0),
-        "python": sys.version.split()[0],
-        "versions": {n: version(n) for n in ("torch", "triton", "fla-core", "flash-attn-4", "nvidia-cutlass-dsl")},
-        "cuda": torch.version.cuda,
-        "settings": {"kda": str(SETTING), "attention": str(ATTENTION), "big_rows": BIG_ROWS, "repeats": REPEATS},
-        "pinned": {name: str(config) for name, config in HOPPER.items()},
-    }
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", type=Path, help="folder for gpu_ops.json")
-    parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated, of: " + ", ".join(SECTIONS))
-    parser.add_argument("--dry-run", action="store_true", help="CPU, interpreter, float32, tiny sizes")
-    args = parser.parse_args()
-    names = args.sections.split(",")
-    unknown = sorted(set(names) - set(SECTIONS))
-    if unknown:
-        parser.error(f"unknown sections {unknown}")
-    if not DRY and not torch.cuda.is_available():
-        parser.error("no CUDA device; use --dry-run with TRITON_INTERPRET=1 on a CPU")
-    if DRY:
-        torch.set_num_threads(1)
-    args.out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    report: Report = {"environment": environment(), "sections": {}}
-    failed = []
-    for name in names:
-        begin = time.perf_counter()
-        try:
-            entry: Report = {"result": SECTIONS[name]()}
-        except Exception:
-            entry = {"error": traceback.format_exc()}
-            failed.append(name)
-        entry["seconds"] = round(time.perf_counter() - begin, 1)
-        report["sections"][name] = entry
-        # Written after every section: a run that is cut off keeps what it has.
-        (args.out / "gpu_ops.json").write_text(json.dumps(report, indent=1, default=str))
-        print(f"{name}: {'FAILED' if name in failed else 'ok'} in {entry['seconds']} s", flush=True)
-        print(json.dumps(entry.get("result", entry.get("error")), default=str)[:2000], flush=True)
-        if not DRY:
-            torch.cuda.empty_cache()
-    return 1 if failed else 0
+    settings = {"kda": str(SETTING), "attention": str(ATTENTION), "big_rows": BIG_ROWS, "repeats": REPEATS}
+    pinned = {name: str(config) for name, config in HOPPER.items()}
+    return run_sections(
+        "gpu_ops",
+        SECTIONS,
+        doc=__doc__,
+        settings={**settings, "pinned": pinned},
+        packages=("torch", "triton", "fla-core", "flash-attn-4", "nvidia-cutlass-dsl"),
+    )
 
 
 if __name__ == "__main__":

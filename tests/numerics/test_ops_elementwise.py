@@ -1,11 +1,5 @@
 """Norms, gates, rotary embedding and convolution: references, kernels under the interpreter, kernels on a GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -16,8 +10,8 @@ from harts_titan.ops.rope import rope_keys_values, rope_queries
 from harts_titan.ops.short_conv import ConvTaps, tree_short_conv
 from harts_titan.ops.short_conv.taps import chain_tables
 from tests.numerics.elementwise_checks import TREES, Numerics, parents, taps_of
+from tests.numerics.interpreted_run import run_interpreted
 
-ROOT = Path(__file__).parents[2]
 CASES = ("conv", "conv_chain_ends", "norm_and_gates", "rotary", "well_formed", "compiled_without_breaks")
 gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
@@ -31,15 +25,7 @@ def on_gpu(test):
 def test_interpreted(tmp_path):
     pytest.importorskip("triton", reason="needs triton (pip install triton)")
     pytest.importorskip("fla", reason="the interpreter's work-arounds patch fla-core")
-    path = tmp_path / "report.json"
-    env = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.numerics.interpreted_elementwise", str(path)]
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(path.read_text())
-    errors = [f"{case}: {result['error']}" for case, result in report.items() if "error" in result]
-    assert not errors, "\n".join(errors)
-    assert set(report) == set(CASES)
+    assert run_interpreted("interpreted_elementwise", tmp_path / "report.json") == set(CASES)
 
 
 def test_packed_order_repeats_rows_and_adds_their_gradients():
