@@ -277,7 +277,7 @@ def chunk_backward_keys(
     tl.store(df_copy + i_s[:, None] * K + o_k[None, :], b_dg, mask=m_s)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def chunk_backward_norms(
     q,
     k,
@@ -294,6 +294,7 @@ def chunk_backward_norms(
     dk_copy,
     db_copy,
     NS,
+    first,
     H: tl.constexpr,
     K: tl.constexpr,
     BT: tl.constexpr,
@@ -302,7 +303,7 @@ def chunk_backward_norms(
 ):
     """Gradients of the raw q, k and beta of ``BS`` rows of one (chunk, head): through the norms and the sigmoid."""
     NB: tl.constexpr = BT // BS
-    pid = tl.program_id(0)
+    pid = first + tl.program_id(0)
     i_p = (pid // NB).to(tl.int64)
     i_h = (pid // NB) % H
     o_t = (pid % NB) * BS + tl.arange(0, BS)

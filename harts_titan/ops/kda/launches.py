@@ -329,6 +329,7 @@ def run_backward(
         *(grads[i] for i in (0, 1, 4)),
         *(copies[i] for i in (0, 1, 4)),
         size,
+        0,
         H=H,
         K=K,
         BT=BT,
