@@ -47,7 +47,7 @@ class CallLayout(TensorClass, nocast=True):
         seg_start_V: absolute position of the first token.
         seg_length_V: tokens.
         seg_row_V: first own row; the rows of a segment are contiguous.
-        seg_depth_V: forks above, 0 at a root.
+        seg_depth_V: segments above, 0 at a root.
         seg_sequence_V: packed sequence that computes the segment.
         seg_round_V: its round.
         seg_continues_V: bool, True where the segment continues its parent's sequence.
@@ -57,6 +57,8 @@ class CallLayout(TensorClass, nocast=True):
         path_part_J: part of the pair, in path order; a trajectory's own rows are exactly the rows of its parts.
         chunk_size: tokens in a linear-attention chunk.
         num_external_states: states handed over by a producer, pool rows ``[0, num_external_states)``.
+        restarts_chunks: True in modes ``nodewise`` and ``depthwise``: every segment is a sequence with a chunk grid of
+            its own, whose state starts the sequences of its children; rounds are then calls one after another.
     """
 
     token_T: Tensor
@@ -95,6 +97,7 @@ class CallLayout(TensorClass, nocast=True):
     path_part_J: Tensor
     chunk_size: int
     num_external_states: int
+    restarts_chunks: bool
 
     @property
     def num_rows(self) -> int:
@@ -132,19 +135,33 @@ class CallLayout(TensorClass, nocast=True):
         return self.seg_parent_V.shape[0]
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, np.ndarray], *, chunk_size: int, num_external_states: int = 0) -> CallLayout:
+    def from_arrays(
+        cls,
+        arrays: dict[str, np.ndarray],
+        *,
+        chunk_size: int,
+        num_external_states: int = 0,
+        restarts_chunks: bool = False,
+    ) -> CallLayout:
         """Wrap the arrays of ``build_layout`` without copying them.
 
         Args:
             arrays: every tensor field by name.
             chunk_size: tokens in a linear-attention chunk.
             num_external_states: states handed over by a producer.
+            restarts_chunks: True if every segment restarts the chunk grid.
 
         Returns:
             The layout on the CPU.
         """
         fields: dict[str, Any] = {name: torch.from_numpy(array) for name, array in arrays.items()}
-        return cls(**fields, chunk_size=chunk_size, num_external_states=num_external_states, batch_size=[])
+        return cls(
+            **fields,
+            chunk_size=chunk_size,
+            num_external_states=num_external_states,
+            restarts_chunks=restarts_chunks,
+            batch_size=[],
+        )
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return the tensor fields as NumPy arrays by name (copied if not on the CPU)."""

@@ -12,6 +12,7 @@ import numpy as np
 from harts_titan.tree.invariants import Arrays, ExternalRows, ProducerCall, check_call, fail, require
 
 if TYPE_CHECKING:
+    from harts_titan.tree.call_layout import CallLayout
     from harts_titan.tree.plan import ConsumerPlan, ProducerPlan, StepPlan
 
 _SAME = {
@@ -65,9 +66,11 @@ def check_rows(plan: StepPlan, producer_WD: np.ndarray, tokens: np.ndarray, offs
             _check_tables(plan, packed, item, consumer.calls[0].arrays())
 
 
-def _check_settings(plan: StepPlan, call: Arrays, chunk_size: int, where: str) -> None:
-    if chunk_size != plan.chunk_size or call["conv_tap_TW"].shape[1] != plan.num_taps:
-        fail("one chunk size and tap count in a plan", where, f"chunk size {chunk_size}")
+def _check_settings(plan: StepPlan, layout: CallLayout, where: str) -> None:
+    if layout.chunk_size != plan.chunk_size or layout.conv_tap_TW.shape[1] != plan.num_taps:
+        fail("one chunk size and tap count in a plan", where, f"chunk size {layout.chunk_size}")
+    if layout.restarts_chunks != (plan.mode in ("nodewise", "depthwise")):
+        fail("a call restarts chunks as its mode does", where, f"restarts_chunks in mode {plan.mode}")
 
 
 def _check_tables(plan: StepPlan, packed: Arrays, item: int, call: Arrays) -> None:
@@ -96,7 +99,7 @@ def _check_producer(
 ) -> None:
     where = f"producer of replica {producer.replica}, window {producer.window}"
     call, index = producer.call.arrays(), producer.trajectory_N.cpu().numpy()
-    _check_settings(plan, call, producer.call.chunk_size, where)
+    _check_settings(plan, producer.call, where)
     lo, hi = plan.window_ptr_W1[producer.window : producer.window + 2]
     placed = (plan.replica_N == producer.replica) & (plan.slot_N >= lo) & (plan.slot_N < hi)
     if not np.array_equal(call["trajectory_N"], index) or not np.isin(index, np.flatnonzero(placed)).all():
@@ -123,7 +126,7 @@ def _check_consumer(plan: StepPlan, consumer: ConsumerPlan, tokens: np.ndarray, 
     external = _handed_over(plan, consumer, members, where)
     for i, (call, layout) in enumerate(zip(calls, consumer.calls, strict=True)):
         at = f"{where}, call {i}"
-        _check_settings(plan, call, layout.chunk_size, at)
+        _check_settings(plan, layout, at)
         if layout.num_external_states != external.state_row_E.size:
             fail("initial states exist", at, f"{layout.num_external_states} external states")
         if plan.mode == "expanded" and call["token_T"].size > plan.call_capacity and call["trajectory_N"].size > 1:

@@ -22,6 +22,7 @@ from harts_titan.tree.events import stage_events
 from harts_titan.tree.handover import HandOver
 from harts_titan.tree.invariants_plan import check_plan
 from harts_titan.tree.items import PRODUCER
+from harts_titan.tree.layout import RESTARTING
 from harts_titan.tree.stats import PlanStats
 
 _FORMAT = 2
@@ -356,8 +357,10 @@ def _unflatten(header: dict[str, Any], flat: Tensor) -> StepPlan:
         else:
             parts: dict[str, Any] = {name: take() for name in TENSOR_FIELDS}
             parts["seg_continues_V"] = parts["seg_continues_V"].bool()
-            chunk_size = header["plan"]["chunk_size"]
-            value = CallLayout(**parts, chunk_size=chunk_size, num_external_states=states, batch_size=[])
+            chunk_size, restarts = header["plan"]["chunk_size"], header["plan"]["mode"] in RESTARTING
+            value = CallLayout(
+                **parts, chunk_size=chunk_size, num_external_states=states, restarts_chunks=restarts, batch_size=[]
+            )
         folder = content
         for name in path[:-1]:
             folder = folder.setdefault(name, {})

@@ -251,7 +251,7 @@ class _Packing:
                 out[f"producer_{w * dp_degree + replica}"] = {
                     "trajectory_N": producer.trajectory_N,
                     "prefix_N": producer.forest.end_position_N,
-                    "call": CallLayout.from_arrays(made, chunk_size=self.chunk_size),
+                    "call": self._layout(made),
                 }
             for slot in range(placement.window_ptr_W1[w], placement.window_ptr_W1[w + 1]):
                 k = slot * dp_degree + replica
@@ -265,14 +265,20 @@ class _Packing:
         if self.mode == "expanded":
             calls = [self._expanded(item, places, forest) for places, forest in self._expanded_calls(item)]
         elif producer is None or made is None or not item.shared_N.any():
-            calls = [CallLayout.from_arrays(self._arrays(item), chunk_size=self.chunk_size)]
+            calls = [self._layout(self._arrays(item))]
         else:
             handed, attachment = hand_over(item, producer, made, chunk_size=self.chunk_size)
-            states = handed.export_E.shape[0]
-            arrays = self._arrays(item, attachment=attachment)
-            calls = [CallLayout.from_arrays(arrays, chunk_size=self.chunk_size, num_external_states=states)]
+            calls = [self._layout(self._arrays(item, attachment=attachment), handed.export_E.shape[0])]
             entry["hand_over"] = dict(vars(handed))
         return entry | {"calls": {str(i): call for i, call in enumerate(calls)}}
+
+    def _layout(self, arrays: dict[str, np.ndarray], num_external_states: int = 0) -> CallLayout:
+        return CallLayout.from_arrays(
+            arrays,
+            chunk_size=self.chunk_size,
+            num_external_states=num_external_states,
+            restarts_chunks=self.mode in RESTARTING,
+        )
 
     def _arrays(self, item: WorkItem, **options: Any) -> dict[str, np.ndarray]:
         return build_layout(
@@ -301,7 +307,7 @@ class _Packing:
             chunk_size=self.chunk_size,
             num_taps=self.num_taps,
         )
-        return CallLayout.from_arrays(arrays, chunk_size=self.chunk_size)
+        return self._layout(arrays)
 
     def num_calls(self, items: list[WorkItem]) -> int:
         """Return the model calls of all items, laid out or not."""

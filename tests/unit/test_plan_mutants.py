@@ -149,18 +149,21 @@ def test_damaged_rows_are_caught(plan, of):
     key = (f"producer_{consumer.producer}", "call") if of == "producer" else (f"consumer_{number}", "calls", "0")
     call = plan.tensordict[key]
     arrays, survivors = call.arrays(), []
+    plain = {name: getattr(call, name) for name in ("chunk_size", "num_external_states", "restarts_chunks")}
+    assert not is_caught(damaged(plan, key, CallLayout.from_arrays(arrays, **plain)))
     rng = np.random.default_rng(0)
     for name, array in arrays.items():
         entries = set(rng.integers(0, max(1, array.size), 6).tolist())
         for how, changed in variants(array, entries):
-            layout = CallLayout.from_arrays(
-                arrays | {name: changed}, chunk_size=CHUNK, num_external_states=call.num_external_states
-            )
+            layout = CallLayout.from_arrays(arrays | {name: changed}, **plain)
             if not is_caught(damaged(plan, key, layout)):
                 survivors.append(f"{name} {how}")
     assert not survivors, survivors
-    layout = CallLayout.from_arrays(arrays, chunk_size=CHUNK, num_external_states=call.num_external_states + 1)
-    assert is_caught(damaged(plan, key, layout))
+    for name, value in (
+        ("num_external_states", call.num_external_states + 1),
+        ("restarts_chunks", not call.restarts_chunks),
+    ):
+        assert is_caught(damaged(plan, key, CallLayout.from_arrays(arrays, **plain | {name: value})))
 
 
 def test_missing_and_foreign_storage_is_caught(plan):

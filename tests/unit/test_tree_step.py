@@ -176,6 +176,8 @@ def same(a: StepPlan, b: StepPlan) -> bool:
         for left, right in zip(x.calls, y.calls, strict=True):
             if left.chunk_size != right.chunk_size or left.num_external_states != right.num_external_states:
                 return False
+            if left.restarts_chunks != right.restarts_chunks:
+                return False
             other = right.arrays()
             if any(v.dtype != other[k].dtype or not np.array_equal(v, other[k]) for k, v in left.arrays().items()):
                 return False
@@ -191,6 +193,7 @@ def test_save_and_load(tmp_path, mode):
     assert same(plan, loaded)
     loaded.validate(*flat(sequences))
     assert same(plan, plan.to("cpu"))
+    assert all(c.restarts_chunks == (mode in ("nodewise", "depthwise")) for c in loaded.consumer(1, 0).calls)
 
 
 def test_files_that_are_no_plan_are_refused(tmp_path):
