@@ -27,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.profiler import record_function
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.protocols.train_spec import get_train_spec
 from torchtitan.tools.utils import device_type, set_default_dtype
 
@@ -36,6 +35,7 @@ from harts_titan.models.common.router_losses import update_expert_bias
 from harts_titan.models.train_specs import hugging_face_format, model_args_of, plan_cost_of
 from harts_titan.ops import OpsBackends
 from harts_titan.parallel.checkpoint import load_checkpoint
+from harts_titan.parallel.clipping import clip_gradients, gradient_norm
 from harts_titan.planning import StepPlanner
 from harts_titan.preparation import MiniBatch, StepPreparation, columns_of
 from harts_titan.rl import (
@@ -355,13 +355,14 @@ class Engine:
         result = self.runner.run(step, backward=True)
         with record_function("harts::optimizer"):
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            grad_norm = dist_utils.clip_grad_norm_(parameters, self.config.training.max_norm, foreach=True)
+            grad_norm = gradient_norm(parameters)
             # The first time that the host waits for the device: the step is taken only if everything is finite.
             metrics = metrics_on_host(result.metrics | {"grad_norm": figure("mean", grad_norm)})
             norm = {"grad_norm": metrics.pop("grad_norm")}
             metrics = all_reduce_metrics(metrics, self.dp_group) if self.dp_degree > 1 else metrics
             metrics |= norm
             self._check_finite(step, result, metrics)
+            clip_gradients(parameters, grad_norm, self.config.training.max_norm)
             self.optimizers.step()
             metrics |= self._apply_expert_counts(result.counts_LE)
         metrics["time/step_seconds"] = figure("sum", time.perf_counter() - started)
