@@ -34,6 +34,7 @@ from harts_titan.ops.rope import triton_op as ropes
 from harts_titan.ops.short_conv import triton_op as convs
 from harts_titan.ops.short_conv.taps import ChainTables, chain_tables
 from harts_titan.ops.row_sums import CONFIG as ROW_SUMS, NARROW as NARROW_SUMS, row_sums
+from tests.numerics import kernel_checks as checks
 from tests.numerics.elementwise_checks import EPS, TREES, Numerics, parents, taps_of
 
 DTYPE = torch.float32 if DRY else torch.bfloat16
@@ -345,9 +346,29 @@ def sweep_conv() -> Report:
     return report
 
 
+def floors(rows: int, width: int) -> Report:
+    """What plain PyTorch kernels of the same size reach: small tensors do not reach the ceiling of a large copy."""
+    x, y, z = randn(rows, width), randn(rows, width), randn(rows, width)
+    size = x.numel() * ROW
+    report: Report = {}
+    for name, run, tensors in (("copy", lambda: y.copy_(x), 2), ("add", lambda: torch.add(x, y, out=z), 3)):
+        report[name] = rate(median_ms(run, repeats=9), num_bytes=tensors * size, bandwidth=ceiling())
+        line(f"torch {name} of {rows} x {width}", report[name])
+    return report
+
+
+SMALL_FORWARD = "4096 2 0, 4096 2 1, 4096 4 0, 4096 4 1, 2048 2 1, 1024 1 1, 2048 1 1, 8192 4 1"
+# Elements of a tile, rows of a program, warps, tiles on their way; then the alternatives of ``norm_backward``.
+SMALL_NORMS = (
+    "1024 128 2 4 0 0 0, 1024 128 2 4 1 0 0, 1024 128 2 4 0 1 0, 1024 128 2 4 0 0 1, 1024 128 2 4 1 1 1,"
+    "1024 256 2 5 1 1 1, 1024 128 2 6 0 1 1, 512 128 2 6 0 1 1, 512 256 2 6 0 1 1, 512 128 1 6 0 1 1,"
+    "1024 128 1 4 0 1 1, 512 64 1 4 0 0 1, 512 64 1 4 1 1 1, 1024 256 4 4 0 1 1, 2048 256 4 4 1 1 1"
+)
+
+
 def sweep_norm() -> Report:
     report: Report = {}
-    for width, gated in ((DIM, False), (HEAD_DIM, True), (RANK, False), (Q_RANK, False)):
+    for width, gated in ((RANK, False), (Q_RANK, False), (DIM, False), (HEAD_DIM, True)):
         rows = T * HEADS if gated else T
         size = rows * width * ROW
         x, dy, weight = randn(rows, width), randn(rows, width), randn(width)
@@ -355,23 +376,25 @@ def sweep_norm() -> Report:
         y = torch.empty_like(x)
         name = f"{'gated ' if gated else ''}norm {width}"
         small = width in (RANK, Q_RANK)
+        if small:
+            report[f"{name} floors"] = floors(rows, width)
         report[f"{name} forward"] = sweep(
             f"{name} forward",
-            product(TILE=[4096] if small else [2048, 4096], num_warps=[2, 4] if small else [1, 2, 4, 8]),
+            table(
+                "TILE num_warps ONCE", "4096 2 0, 4096 2 1, 4096 4 0, 4096 4 1, 2048 2 1, 1024 1 1, 2048 1 1, 8192 4 1"
+            )
+            if small
+            else table("TILE num_warps ONCE", "2048 4 0, 2048 4 1, 4096 2 0, 4096 2 1"),
             lambda c, x=x, gate=gate, weight=weight, y=y: norms.launch_forward(x, gate, weight, y, EPS, c),
             (3 if gated else 2) * size,
         )
-        names = "TILE BT num_warps STAGES"
-        if gated:
-            more = "2048 512 4 3, 2048 512 8 1, 4096 512 8 3, 2048 256 8 3, 2048 1024 8 3"
-        elif small:
-            more = (
-                "2048 128 4 3, 2048 128 4 5, 2048 64 4 4, 2048 64 4 3, 2048 64 4 1, 1024 128 4 4, 1024 128 4 5,"
-                "1024 64 4 4, 2048 256 4 4, 2048 128 8 4, 4096 128 8 3, 4096 64 8 1, 4096 128 4 3, 1024 128 2 4"
-            )
-        else:
-            more = "2048 64 4 4, 2048 64 2 3, 2048 32 4 4, 2048 128 4 3, 2048 71 4 4"
-        configs = [norms.backward_config(width, gated), *table(names, more)]
+        names = "TILE BT num_warps STAGES SPREAD ONCE EARLY"
+        more = (
+            "2048 512 8 3 0 1 0, 2048 512 8 3 0 1 1"
+            if gated
+            else "2048 64 4 4 0 1 0, 2048 64 4 4 0 0 1, 2048 128 4 3 0 1 1"
+        )
+        configs = [norms.backward_config(width, gated), *table(names, SMALL_NORMS if small else more)]
         report[f"{name} backward"] = sweep(
             f"{name} backward",
             configs,
@@ -380,7 +403,24 @@ def sweep_norm() -> Report:
             ),
             (5 if gated else 3) * size,
         )
+        report[f"{name} wrong"] = wrong(x, gate, weight, dy, configs)
     return report
+
+
+def wrong(
+    x: Tensor, gate: Tensor | None, weight: Tensor, dy: Tensor, configs: list[dict[str, int]]
+) -> list[dict[str, int]]:
+    """Configurations whose gradients differ from the pinned one's by more than sums in another order do."""
+    first: list[Tensor] = []
+    found = []
+    for config in configs:
+        dx, dgate = torch.empty_like(x), None if gate is None else torch.empty_like(x)
+        dw = norms.launch_backward(x, gate, weight, dy, dx, dgate, EPS, config)
+        first = first or [dx, dw]
+        if max(checks.relative(a, b) for a, b in zip([dx, dw], first)) > 2 * torch.finfo(DTYPE).eps:
+            found.append(config)
+            print("WRONG", config, flush=True)
+    return found
 
 
 def sweep_gates() -> Report:

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from harts_titan.ops.norm.kernels import norm_backward, norm_forward
+from harts_titan.ops.norm.kernels import norm_backward, norm_forward, scale_gradient
 from harts_titan.ops.row_sums import row_sums
 
 FORWARD = {"TILE": 4096, "num_warps": 2}
@@ -101,6 +101,10 @@ def launch_backward(
             GATED=gate is not None,
             **options,
         )
+        if options.get("EARLY"):
+            scale = weight.new_empty(weight.shape)
+            scale_gradient[(triton.cdiv(D, 8),)](dw, scale, num_blocks, D, BN=512, BM=8, num_warps=8, launch_pdl=True)
+            return scale
     return row_sums(dw[:, None], weight.dtype)[:, 0]
 
 
