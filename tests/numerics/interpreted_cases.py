@@ -19,9 +19,12 @@ from harts_titan.ops.kda.triton_op import kda_triton, prepare_tables
 from harts_titan.ops.short_conv import ConvTaps, prepare_short_conv, tree_short_conv, triton_op
 from harts_titan.ops.short_conv.taps import chain_tables
 from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
+from tests.numerics import kda_checks
 
 # Forks inside a chunk, at a chunk boundary and three deep; two rounds, replay rows, one exported state shared by two.
 TREE = [(-1, 38), (0, 15), (0, 26), (2, 5), (2, 10), (1, 3)]
+# Two roots; nodes that end inside a chunk, one token long, and longer than a chunk.
+NODES = [(-1, 34), (0, 7), (0, 33), (2, 1), (2, 3), (-1, 5)]
 COMPILED = [
     [(-1, 34), (0, 31), (0, 32), (1, 32), (1, 4), (3, 3), (3, 5)],
     [(-1, 32), (0, 33), (0, 2), (1, 1), (1, 2), (1, 3)],
@@ -48,6 +51,32 @@ def kda_prefix_and_continuation() -> dict[str, object]:
     result = checks.check_kda_prefix(HALF, length=70, cuts=[1, 31, 33])
     # The exported state is the carried one: a rounded copy would change the continuation.
     assert result["continuation_from_rounded_state_differs"]
+    return result
+
+
+def kda_separate_calls() -> dict[str, object]:
+    """Node-wise and depth-wise runs are one call a round, with the bits of the kernels over all rounds."""
+    setting = checks.Setting("cpu", torch.float32, num_heads=1, key_dim=16, value_dim=32, chunk_size=32)
+    result: dict[str, object] = {}
+    for mode, rounds in (("nodewise", 6), ("depthwise", 3)):
+        layout = checks.layout_of(NODES, 32, mode)
+        assert layout.num_rounds == rounds
+        kda_checks.check_separate_calls(layout, setting, "slow")
+        result[f"launches of {mode}"] = kda_checks.check_launch_order(layout, setting)
+        sequences = packed_sequences(layout, "cpu")
+        x = [t.detach().requires_grad_() for t in checks.kda_inputs(sequences.num_path_rows, setting, "slow", seed=1)]
+        exact_x = [t.detach().double().requires_grad_() for t in x]
+        run = kda_triton(*x[:7], sequences), kda(*exact_x[:7], sequences, backend="recurrent")
+        losses = [o.square().sum() + states.square().sum() for o, states in run]
+        grads = [torch.autograd.grad(loss, y[:7]) for loss, y in zip(losses, (x, exact_x))]
+        errors = [checks.relative(a, b) for a, b in zip((*run[0], *grads[0]), (*run[1], *grads[1]))]
+        assert max(errors) < 1e-5, errors
+        result[f"errors of {mode}"] = errors
+    # No planner asks for separate calls with replay; the op would allow it.
+    compact, expanded = (checks.layout_of(NODES, 32, mode) for mode in ("compact", "expanded"))
+    assert compact.num_rounds > 1 and compact.replay_Q.any()
+    kda_checks.check_separate_calls(compact, setting, "slow")
+    assert not any(packed_sequences(layout, "cpu").separate_calls for layout in (compact, expanded))
     return result
 
 
@@ -143,16 +172,17 @@ def compiled_without_breaks() -> dict[str, object]:
     compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=counter)
     setting = checks.Setting("cpu", torch.float32, num_heads=1, key_dim=16, value_dim=16, chunk_size=32)
     frames = []
-    for segments in COMPILED:
-        layout = checks.layout_of(segments, 32)
+    star = [(-1, 3)] + [(0, 1)] * 40
+    for segments, mode in (*((tree, "compact") for tree in COMPILED), (NODES, "nodewise"), (star, "nodewise")):
+        layout = checks.layout_of(segments, 32, mode)
         sequences = packed_sequences(layout, "cpu")
         prepare_tables(sequences)
         x = [t.detach() for t in checks.kda_inputs(sequences.num_path_rows, setting, "slow", seed=0)]
         args = (x[:7], layout.conv_tap_TW, torch.randn(16, 4), sequences)
         compiled(*args)
         frames.append(counter.frame_count)
-    # Two sizes of everything; the third plan must fit the first graph.
-    assert frames == [1, 1, 1], f"recompiled: {frames} graphs after each of the plans"
+    # Two sizes of everything; the other plans, up to 41 rounds, must fit the first graph.
+    assert frames == [1] * 5, f"recompiled: {frames} graphs after each of the plans"
     return {"graphs": frames}
 
 
@@ -203,6 +233,7 @@ CASES = (
     kda_tree_equals_fla,
     kda_handed_in_state,
     kda_prefix_and_continuation,
+    kda_separate_calls,
     kda_nothing_to_do,
     kda_refuses,
     conv_tree,

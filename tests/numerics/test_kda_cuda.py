@@ -48,3 +48,13 @@ def test_offsets_past_two_to_the_31(kda_checks):
 def test_repeats_bit_for_bit(kda_checks, decay):
     layout = checks.layout_of(checks.random_segments(np.random.default_rng(3), 64, 20), 64)
     kda_checks.check_repeat(packed_sequences(layout, "cuda"), SETTING, decay)
+
+
+@pytest.mark.parametrize("mode", ["nodewise", "depthwise", "compact"])
+@pytest.mark.parametrize("decay", ["slow", "strong"])
+def test_a_call_of_its_own_for_every_round_gives_the_same_bits(kda_checks, mode, decay):
+    layout = checks.layout_of(checks.random_segments(np.random.default_rng(4), 64, 160), 64, mode)
+    assert layout.num_rounds > (100 if mode == "nodewise" else 1)
+    kda_checks.check_separate_calls(layout, SETTING, decay)
+    if mode != "compact":
+        kda_checks.check_launch_order(layout, SETTING)

@@ -154,7 +154,10 @@ class TreeInputs:
 
 
 def packed_sequences(layout: CallLayout, device: torch.device | str = "cpu") -> PackedSequences:
-    """Return the linear-attention sequences of a call layout (on the CPU), with their tables on ``device``."""
+    """Return the linear-attention sequences of a call layout (on the CPU), with their tables on ``device``.
+
+    Where every segment restarts the chunk grid (modes ``nodewise`` and ``depthwise``), each round is a call of its own.
+    """
     return PackedSequences.build(
         chunk_size=layout.chunk_size,
         cu_seqlens=layout.cu_seqlens_Q1,
@@ -166,6 +169,7 @@ def packed_sequences(layout: CallLayout, device: torch.device | str = "cpu") -> 
         round_ptr=layout.round_ptr_R1,
         num_external_states=layout.num_external_states,
         num_path_rows=layout.parent_Y.shape[0],
+        separate_calls=layout.restarts_chunks,
         device=device,
     )
 

@@ -2,13 +2,14 @@
 
 Everything inside a chunk is independent of the carried state, so the kernels of ``chunk_kernels.py`` and
 ``chunk_gradient_kernels.py`` run once over all chunks; only the two state scans of ``kernels.py`` run round by round,
-because a round starts from states that earlier rounds export.
+because a round starts from states that earlier rounds export. Where the sequences ask for separate calls, all kernels
+run round by round.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,18 +26,9 @@ from harts_titan.ops.kda.chunk_gradient_kernels import (
 from harts_titan.ops.kda.chunk_kernels import chunk_forward, chunk_output
 from harts_titan.ops.kda.configs import BLOCK_ROWS, launch
 from harts_titan.ops.kda.kernels import fan_in_states, state_scan_backward, state_scan_forward
-from harts_titan.ops.kda.tables import Index, Round
+from harts_titan.ops.kda.tables import Index
 
 _FAN_BLOCK = 1024
-
-
-def _recorded(rounds: list[Round], which: slice, label: str, *, backward: bool = False) -> Iterator[Round]:
-    """Yield some rounds, last first if ``backward``, each under a profiler label that names its index."""
-    indices = range(len(rounds))[which]
-    for i in reversed(indices) if backward else indices:
-        with record_function(label.format(i)):
-            yield rounds[i]
-
 
 OVERLAP = True
 """Run scans beside the other kernels where rounds allow it; the bits are the same."""
@@ -73,84 +65,28 @@ class _Scans:
             torch.cuda.current_stream(self._stream.device).wait_event(event)
 
 
-def _chunk_ranges(t: Index, num_chunks: int) -> tuple[tuple[slice, slice], ...]:
-    """Rounds, and their chunks, that are launched together: the first round, and the others."""
-    if not OVERLAP or not 0 < t.first_chunks < num_chunks:
-        return ((slice(0, len(t.rounds)), slice(0, num_chunks)),)
-    return (slice(0, 1), slice(0, t.first_chunks)), (slice(1, len(t.rounds)), slice(t.first_chunks, num_chunks))
+class _Part(NamedTuple):
+    """Rounds whose scans run one after another, and their chunks."""
+
+    rounds: range
+    first_chunk: int
+    num_chunks: int
 
 
-def _scan_forward(s: Saved, u: Tensor, pool: Tensor, t: Index, which: slice) -> None:
-    """Forward scan, round after round: fills ``v_new``, ``h`` and the exported rows of ``pool``."""
-    _, H, K, V = s.h.shape
-    options = launch("state_scan_forward", s.h, K=K, V=V)
-    for r in _recorded(t.rounds, which, "harts::round{}"):
-        state_scan_forward[(r.num_sequences * H * (V // options["BV"]),)](
-            s.kg,
-            s.w,
-            u,
-            s.g,
-            s.v_new,
-            s.h,
-            pool,
-            t.init_row_Q,
-            t.export_row_B,
-            t.chunk_offset_Q1,
-            r.first_sequence,
-            H=H,
-            K=K,
-            V=V,
-            BT=s.Aqk.shape[2],
-            **options,
-        )
+def _calls(t: Index, num_chunks: int) -> list[list[_Part]]:
+    """Return calls, which run one after another, and the parts of each, whose scans may run beside other kernels."""
 
+    def part(first: int, last: int) -> _Part:
+        own = t.rounds[first:last]
+        begin = own[0].first_chunk
+        return _Part(range(first, last), begin, own[-1].first_chunk + own[-1].num_chunks - begin)
 
-class _ScanGradients(NamedTuple):
-    """What the reverse scan reads and writes."""
-
-    do: Tensor
-    dv: Tensor
-    dv_new: Tensor
-    dh: Tensor
-    dpool: Tensor
-    dinit: Tensor
-    """Of one round: rounds run one after another, so one buffer of the largest round serves all."""
-
-
-def _scan_backward(s: Saved, d: _ScanGradients, t: Index, which: slice) -> None:
-    """Reverse scan, last round first; ``dpool`` holds the exports' gradients and collects those of initial states."""
-    _, H, K, V = s.h.shape
-    size = H * K * V
-    options = launch("state_scan_backward", s.h, K=K, V=V)
-    for r in _recorded(t.rounds, which, "harts::round{}_backward", backward=True):
-        state_scan_backward[(r.num_sequences * H * (V // options["BV"]),)](
-            s.qg,
-            s.kg,
-            s.w,
-            s.g,
-            *d,
-            t.export_row_B,
-            t.init_slot_Q,
-            t.chunk_offset_Q1,
-            r.first_sequence,
-            H=H,
-            K=K,
-            V=V,
-            BT=s.Aqk.shape[2],
-            **options,
-        )
-        if r.num_fans:
-            fan_in_states[(r.num_fans * -(-size // _FAN_BLOCK),)](
-                d.dinit,
-                d.dpool,
-                t.fan_row_F,
-                t.fan_ptr_F1,
-                t.fan_slot_M,
-                r.first_fan,
-                S=size,
-                BS=_FAN_BLOCK,
-                num_warps=4,
-            )
+    count = len(t.rounds)
+    if t.separate_calls:
+        return [[part(i, i + 1)] for i in range(count)]
+    if OVERLAP and 0 < t.rounds[0].num_chunks < num_chunks:
+        return [[part(0, 1), part(1, count)]]
+    return [[part(0, count)]]
 
 
 class Saved(NamedTuple):
@@ -192,38 +128,77 @@ def run_forward(
     inputs: list[Tensor], s: Saved, u: Tensor, pool: Tensor, o: Tensor, t: Index, lower_bound: float
 ) -> None:
     """Fill ``s``, ``u``, the outputs ``o`` and the exported rows of ``pool``."""
-    num_chunks, H, K, V = s.h.shape
-    BT = s.Aqk.shape[2]
-    sizes = {"H": H, "K": K, "V": V, "BT": BT}
-    ranges = _chunk_ranges(t, num_chunks)
-    scans, done = _Scans(o.device, len(ranges) > 1), []
-    for rounds, chunks in ranges:
-        chunk_forward[((chunks.stop - chunks.start) * H,)](
-            *inputs,
-            t.packed_row_S,
+    kernels = _Forward(inputs, s, u, pool, o, t, lower_bound)
+    for parts in _calls(t, s.h.shape[0]):
+        scans, done = _Scans(o.device, len(parts) > 1), []
+        for part in parts:
+            kernels.inside(part)
+            done.append(scans.run(functools.partial(kernels.scan, part)))
+        for part, scan in zip(parts, done):
+            scans.wait(scan)
+            kernels.output(part)
+
+
+class _Forward:
+    """Launches the forward kernels of a part; there may be hundreds, so what their launches share is made once."""
+
+    def __init__(
+        self, inputs: list[Tensor], s: Saved, u: Tensor, pool: Tensor, o: Tensor, t: Index, lower_bound: float
+    ) -> None:
+        self._inputs, self._s, self._u, self._pool, self._o, self._t = inputs, s, u, pool, o, t
+        num_chunks, self._H, K, V = s.h.shape
+        BT = s.Aqk.shape[2]
+        self._scalars = lower_bound, K**-0.5, num_chunks * BT * self._H
+        sizes = {"H": self._H, "K": K, "V": V, "BT": BT}
+        names = ("chunk_forward", "state_scan_forward", "chunk_output")
+        self._options = [sizes | launch(name, s.h, K=K, V=V) for name in names]
+        self._scan_programs, self._output_programs = (self._H * (V // x["BV"]) for x in self._options[1:])
+
+    def inside(self, part: _Part) -> None:
+        """Everything a scan needs."""
+        s = self._s
+        chunk_forward[(part.num_chunks * self._H,)](
+            *self._inputs,
+            self._t.packed_row_S,
             s.w,
-            u,
+            self._u,
             s.qg,
             s.kg,
             s.g,
             s.Aqk,
             s.Akk,
             s.row,
-            lower_bound,
-            K**-0.5,
-            num_chunks * BT * H,
-            chunks.start * H,
-            **sizes,
+            *self._scalars,
+            part.first_chunk * self._H,
             BC=BLOCK_ROWS,
-            **launch("chunk_forward", s.h, K=K, V=V),
+            **self._options[0],
         )
-        done.append(scans.run(functools.partial(_scan_forward, s, u, pool, t, rounds)))
-    options = launch("chunk_output", s.h, K=K, V=V)
-    for (_, chunks), scan in zip(ranges, done):
-        scans.wait(scan)
-        programs = H * (V // options["BV"])
-        chunk_output[((chunks.stop - chunks.start) * programs,)](
-            s.qg, s.Aqk, s.v_new, s.h, o, t.own_row_S, chunks.start * programs, **sizes, **options
+
+    def scan(self, part: _Part) -> None:
+        """Round after round: fills ``v_new``, ``h`` and the exported rows of the pool."""
+        s, t = self._s, self._t
+        for i in part.rounds:
+            with record_function(f"harts::round{i}"):
+                state_scan_forward[(t.rounds[i].num_sequences * self._scan_programs,)](
+                    s.kg,
+                    s.w,
+                    self._u,
+                    s.g,
+                    s.v_new,
+                    s.h,
+                    self._pool,
+                    t.init_row_Q,
+                    t.export_row_B,
+                    t.chunk_offset_Q1,
+                    t.rounds[i].first_sequence,
+                    **self._options[1],
+                )
+
+    def output(self, part: _Part) -> None:
+        """Outputs of own rows."""
+        s, programs = self._s, self._output_programs
+        chunk_output[(part.num_chunks * programs,)](
+            s.qg, s.Aqk, s.v_new, s.h, self._o, self._t.own_row_S, part.first_chunk * programs, **self._options[2]
         )
 
 
@@ -237,37 +212,118 @@ def run_backward(
     lower_bound: float,
 ) -> Tensor:
     """Fill ``grads`` and ``dpool``; return the chunks' sums for ``dt_bias`` and ``A_log``."""
-    num_chunks, H, K, V = s.h.shape
-    BT = s.Aqk.shape[2]
-    sizes = {"H": H, "K": K, "V": V, "BT": BT}
-    size = num_chunks * BT * H
-    do_tile, dv = _output_gradient(do, s, t)
-    d = _ScanGradients(
-        do=do_tile,
-        dv=dv,
-        dv_new=torch.empty_like(dv),
-        dh=torch.empty_like(s.h),
-        dpool=dpool,
-        dinit=dpool.new_empty((max((r.num_starts for r in t.rounds), default=0), H, K, V)),
-    )
-    values, keys = (launch(name, s.h, K=K, V=V) for name in ("chunk_backward_values", "chunk_backward_keys"))
-    copies = [x.new_empty((t.num_copies, *x.shape[1:]), dtype=torch.float32) for x in grads]
-    dA_shape = (keys["PARTS"], *s.Akk.shape)
-    dA = [s.Akk.new_empty(dA_shape, dtype=torch.float32 if keys["WIDE"] else s.Akk.dtype) for _ in range(2)]
-    diagonal = s.row.new_empty(s.row.shape[1:])
-    dq, dk = torch.empty_like(s.g), torch.empty_like(s.g)
-    db_part = s.row.new_empty((1 + K // keys["BK"], BT * num_chunks, H))
-    part = s.row.new_empty((2, num_chunks, H, K))
-    ranges = _chunk_ranges(t, num_chunks)
-    scans = _Scans(dpool.device, len(ranges) > 1)
-    # The scans do not depend on the gradients of their chunks' inputs: all are queued first.
-    done = [scans.run(functools.partial(_scan_backward, s, d, t, rounds)) for rounds, _ in reversed(ranges)]
-    for (_, chunks), scan in zip(reversed(ranges), done):
-        scans.wait(scan)
-        count = chunks.stop - chunks.start
-        chunk_backward_values[(count * H,)](
-            inputs[1],
-            inputs[2],
+    kernels = _Backward(inputs, grads, s, do, dpool, t, lower_bound)
+    for parts in reversed(_calls(t, s.h.shape[0])):
+        whole = _Part(range(0), parts[0].first_chunk, sum(part.num_chunks for part in parts))
+        kernels.output_gradient(whole)
+        scans = _Scans(dpool.device, len(parts) > 1)
+        # The scans do not depend on the gradients of their chunks' inputs: all are queued first.
+        done = [scans.run(functools.partial(kernels.scan, part)) for part in reversed(parts)]
+        for part, scan in zip(reversed(parts), done):
+            scans.wait(scan)
+            kernels.values_and_keys(part)
+        kernels.norms(whole)
+    kernels.copies()
+    return kernels.part
+
+
+class _Backward:
+    """Launches the backward kernels of a part; ``dpool`` holds the exports' gradients and collects initial states'."""
+
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        grads: list[Tensor],
+        s: Saved,
+        do: Tensor | None,
+        dpool: Tensor,
+        t: Index,
+        lower_bound: float,
+    ) -> None:
+        self._inputs, self._grads, self._s, self._t, self._dpool = inputs, grads, s, t, dpool
+        num_chunks, self._H, K, V = s.h.shape
+        BT = s.Aqk.shape[2]
+        self._state_size = self._H * K * V
+        self._num_slots = num_chunks * BT * self._H
+        self._scalars = lower_bound, K**-0.5, self._num_slots
+        sizes = {"H": self._H, "K": K, "V": V, "BT": BT}
+        names = ("state_scan_backward", "chunk_backward_values", "chunk_backward_keys")
+        self._scan, self._values, self._keys = (sizes | launch(name, s.h, K=K, V=V) for name in names)
+        self._values["PARTS"] = self._keys["PARTS"]
+        self._output = {"H": self._H, "V": V, "BT": BT} | launch("chunk_output_gradient", s.h, K=K, V=V)
+        self._norms = {"H": self._H, "K": K, "BT": BT} | launch("chunk_backward_norms", s.h, K=K, V=V)
+        self._do = None if do is None else do.contiguous()
+        new = torch.zeros_like if do is None else torch.empty_like
+        self._do_tile, self._dv = new(s.v_new), new(s.v_new)
+        self._dv_new, self._dh = torch.empty_like(s.v_new), torch.empty_like(s.h)
+        # Of one round: rounds run one after another, so one buffer of the largest round serves all.
+        self._dinit = dpool.new_empty((max((r.num_starts for r in t.rounds), default=0), self._H, K, V))
+        self._copies = [x.new_empty((t.num_copies, *x.shape[1:]), dtype=torch.float32) for x in grads]
+        dA_dtype = torch.float32 if self._keys["WIDE"] else s.Akk.dtype
+        self._dA = [s.Akk.new_empty((self._keys["PARTS"], *s.Akk.shape), dtype=dA_dtype) for _ in range(2)]
+        self._diagonal = s.row.new_empty(s.row.shape[1:])
+        self._dq, self._dk = torch.empty_like(s.g), torch.empty_like(s.g)
+        self._norms["ND"] = 1 + K // self._keys["BK"]
+        self._db_part = s.row.new_empty((self._norms["ND"], BT * num_chunks, self._H))
+        self.part = s.row.new_empty((2, num_chunks, self._H, K))
+
+    def output_gradient(self, part: _Part) -> None:
+        """``dO`` as tiles, and ``P^T dO``: zeros, which need no kernel, without gradients of the outputs."""
+        if self._do is None:
+            return
+        programs = self._H * (self._output["V"] // self._output["BV"])
+        chunk_output_gradient[(part.num_chunks * programs,)](
+            self._do,
+            self._s.Aqk,
+            self._do_tile,
+            self._dv,
+            self._t.own_row_S,
+            part.first_chunk * programs,
+            **self._output,
+        )
+
+    def scan(self, part: _Part) -> None:
+        """Reverse scan, last round first; ``dpool`` then holds the gradients of the states the round started from."""
+        s, t, size = self._s, self._t, self._state_size
+        for i in reversed(part.rounds):
+            r = t.rounds[i]
+            with record_function(f"harts::round{i}_backward"):
+                state_scan_backward[(r.num_sequences * self._H * (self._scan["V"] // self._scan["BV"]),)](
+                    s.qg,
+                    s.kg,
+                    s.w,
+                    s.g,
+                    self._do_tile,
+                    self._dv,
+                    self._dv_new,
+                    self._dh,
+                    self._dpool,
+                    self._dinit,
+                    t.export_row_B,
+                    t.init_slot_Q,
+                    t.chunk_offset_Q1,
+                    r.first_sequence,
+                    **self._scan,
+                )
+                if r.num_fans:
+                    fan_in_states[(r.num_fans * -(-size // _FAN_BLOCK),)](
+                        self._dinit,
+                        self._dpool,
+                        t.fan_row_F,
+                        t.fan_ptr_F1,
+                        t.fan_slot_M,
+                        r.first_fan,
+                        S=size,
+                        BS=_FAN_BLOCK,
+                        num_warps=4,
+                    )
+
+    def values_and_keys(self, part: _Part) -> None:
+        """Gradients of v and of the raw gate; those of the normalised q and k."""
+        s, t = self._s, self._t
+        chunk_backward_values[(part.num_chunks * self._H,)](
+            self._inputs[1],
+            self._inputs[2],
             t.packed_row_S,
             t.copy_slot_S,
             s.g,
@@ -275,23 +331,21 @@ def run_backward(
             s.Akk,
             s.h,
             s.v_new,
-            d.do,
-            d.dv_new,
-            grads[2],
-            copies[2],
-            *dA,
-            diagonal,
-            db_part,
-            size,
-            chunks.start * H,
-            **sizes,
-            PARTS=keys["PARTS"],
-            **values,
+            self._do_tile,
+            self._dv_new,
+            self._grads[2],
+            self._copies[2],
+            *self._dA,
+            self._diagonal,
+            self._db_part,
+            self._num_slots,
+            part.first_chunk * self._H,
+            **self._values,
         )
-        programs = H * (K // keys["BK"])
-        chunk_backward_keys[(count * programs,)](
-            *inputs[:2],
-            *inputs[3:],
+        programs = self._H * (self._keys["K"] // self._keys["BK"])
+        chunk_backward_keys[(part.num_chunks * programs,)](
+            *self._inputs[:2],
+            *self._inputs[3:],
             t.packed_row_S,
             t.copy_slot_S,
             s.g,
@@ -299,57 +353,44 @@ def run_backward(
             s.Akk,
             s.h,
             s.v_new,
-            d.do,
-            d.dh,
-            d.dv_new,
-            *dA,
-            diagonal,
-            dq,
-            dk,
-            grads[3],
-            copies[3],
-            db_part,
-            part,
-            lower_bound,
-            K**-0.5,
-            size,
-            chunks.start * programs,
-            **sizes,
-            **keys,
+            self._do_tile,
+            self._dh,
+            self._dv_new,
+            *self._dA,
+            self._diagonal,
+            self._dq,
+            self._dk,
+            self._grads[3],
+            self._copies[3],
+            self._db_part,
+            self.part,
+            *self._scalars,
+            part.first_chunk * programs,
+            **self._keys,
         )
-    options = launch("chunk_backward_norms", s.h, K=K, V=V)
-    chunk_backward_norms[(num_chunks * H * (BT // options["BS"]),)](
-        *inputs[:2],
-        t.packed_row_S,
-        t.copy_slot_S,
-        s.row,
-        dq,
-        dk,
-        db_part,
-        *(grads[i] for i in (0, 1, 4)),
-        *(copies[i] for i in (0, 1, 4)),
-        size,
-        0,
-        H=H,
-        K=K,
-        BT=BT,
-        ND=db_part.shape[0],
-        **options,
-    )
-    if num_shared := t.shared_row_D.shape[0]:
-        fan_in_copies[(num_shared * H,)](*copies, *grads, t.shared_row_D, t.shared_ptr_D1, H=H, K=K, V=V, num_warps=1)
-    return part
 
+    def norms(self, part: _Part) -> None:
+        """Gradients of the raw q, k and beta."""
+        programs = self._H * (self._norms["BT"] // self._norms["BS"])
+        chunk_backward_norms[(part.num_chunks * programs,)](
+            *self._inputs[:2],
+            self._t.packed_row_S,
+            self._t.copy_slot_S,
+            self._s.row,
+            self._dq,
+            self._dk,
+            self._db_part,
+            *(self._grads[i] for i in (0, 1, 4)),
+            *(self._copies[i] for i in (0, 1, 4)),
+            self._num_slots,
+            part.first_chunk * programs,
+            **self._norms,
+        )
 
-def _output_gradient(do: Tensor | None, s: Saved, t: Index) -> tuple[Tensor, Tensor]:
-    """``dO`` as tiles, and ``P^T dO``."""
-    if do is None:
-        return torch.zeros_like(s.v_new), torch.zeros_like(s.v_new)
-    do_tile, dv = torch.empty_like(s.v_new), torch.empty_like(s.v_new)
-    _, H, K, V = s.h.shape
-    BT = s.Aqk.shape[2]
-    options = launch("chunk_output_gradient", s.h, K=K, V=V)
-    chunk_output_gradient[(s.h.shape[0] * H * (V // options["BV"]),)](
-        do.contiguous(), s.Aqk, do_tile, dv, t.own_row_S, 0, H=H, V=V, BT=BT, **options
-    )
-    return do_tile, dv
+    def copies(self) -> None:
+        """Gradients of path rows that several packed rows read, or none."""
+        t, (_, H, K, V) = self._t, self._s.h.shape
+        if num_shared := t.shared_row_D.shape[0]:
+            fan_in_copies[(num_shared * H,)](
+                *self._copies, *self._grads, t.shared_row_D, t.shared_ptr_D1, H=H, K=K, V=V, num_warps=1
+            )

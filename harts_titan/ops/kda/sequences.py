@@ -49,6 +49,7 @@ class _HostTables:
     export_boundary: np.ndarray
     rounds: tuple[tuple[int, int], ...]
     num_external_states: int
+    separate_calls: bool
 
     @cached_property
     def num_chunks(self) -> np.ndarray:
@@ -127,6 +128,7 @@ class PackedSequences:
         round_ptr: Tensor | Sequence[int],
         num_external_states: int = 0,
         num_path_rows: int,
+        separate_calls: bool = False,
         device: torch.device | str = "cpu",
     ) -> PackedSequences:
         """Check the host arrays of a call layout and pack them.
@@ -142,6 +144,7 @@ class PackedSequences:
             round_ptr: int64 (R+1,) first sequence of each round.
             num_external_states: States handed in from outside the call.
             num_path_rows: Y = X + T.
+            separate_calls: Whether every round is a call of its own, see :attr:`separate_calls`.
             device: Where the index tensors go.
 
         Returns:
@@ -162,6 +165,7 @@ class PackedSequences:
             export_boundary=as_int64(export_boundary),
             rounds=_rounds(as_int64(round_ptr)),
             num_external_states=int(num_external_states),
+            separate_calls=bool(separate_calls),
         )
         _check_packing(host)
         _check_states(host)
@@ -225,6 +229,16 @@ class PackedSequences:
     def num_pool_rows(self) -> int:
         """External states + exports."""
         return self.num_external_states + self.num_exports
+
+    @property
+    def separate_calls(self) -> bool:
+        """Whether every round is a call of its own, as when a model calls linear attention node by node.
+
+        Then the CUDA path launches all kernels of a round before those of the next one, on one stream, backward in the
+        opposite order. Otherwise the kernels that need no state run over the chunks of several rounds at once. The bits
+        of results are the same.
+        """
+        return self._host.separate_calls
 
     @property
     def packed_row_host(self) -> np.ndarray:

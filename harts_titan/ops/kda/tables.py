@@ -26,7 +26,7 @@ class KDATables(NamedTuple):
     index_I: Tensor
     """int64 on the device; ``unpack`` cuts it."""
     header_J: Tensor
-    """int64 on the host: Q, F, M, D, N, chunks of the first round, rounds, then one ``Round`` after another."""
+    """int64 on the host: Q, F, M, D, N, 1 if calls are separate, rounds, then one ``Round`` after another."""
     packed_row_S: Tensor
     """int64: path row of every slot, -1 = padding at the end of a sequence."""
     kept_T: Tensor
@@ -59,13 +59,13 @@ class Index(NamedTuple):
     kept_T: Tensor
     num_copies: int
     num_exports: int
-    first_chunks: int
-    """Chunks of the first round."""
+    separate_calls: bool
+    """As :attr:`PackedSequences.separate_calls`."""
     rounds: list[Round]
 
 
 class Round(NamedTuple):
-    """One launch of a state scan."""
+    """One launch of a state scan, and the chunks it runs over."""
 
     first_sequence: int
     num_sequences: int
@@ -74,13 +74,14 @@ class Round(NamedTuple):
     num_fans: int
     num_starts: int
     """Sequences that start from a pool row."""
+    first_chunk: int
+    num_chunks: int
 
 
 # Tables start at multiples of 16 int64: Triton compiles kernels anew for pointers of another alignment.
 _ALIGN = 16
 _HEADER = 7
-# Length of the header in steps of an unlikely size: it must not look like a head count or width to torch.compile.
-_HEADER_STEP = 251
+_ROUND = len(Round._fields)
 
 
 def prepare_tables(sequences: PackedSequences) -> KDATables:
@@ -107,7 +108,8 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
         fan_row.append(rows)
         fan_count.append(count)
         fan_slot.append(slot[starts][order])
-        rounds.append(Round(first, last - first, num_fans, rows.size, starts.size))
+        chunks = sequences.chunk_offset_host[first], sequences.chunk_offset_host[last]
+        rounds.append(Round(first, last - first, num_fans, rows.size, starts.size, chunks[0], chunks[1] - chunks[0]))
         num_fans += rows.size
     packed_row, own_row, copy_slot, shared_row, shared_ptr = _slot_tables(sequences)
     device = sequences.device
@@ -132,14 +134,13 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
         sum(r.num_starts for r in rounds),
         shared_row.size,
         int(shared_ptr[-1]),
-        sequences.chunk_offset_host[rounds[0].num_sequences] if rounds else 0,
+        int(sequences.separate_calls),
         len(rounds),
         *(value for r in rounds for value in r),
     ]
-    header += [0] * (-len(header) % _HEADER_STEP)
     tables = KDATables(
         to_device(np.concatenate(pieces), device),
-        torch.tensor(header, dtype=torch.int64),
+        any_length(torch.tensor(header, dtype=torch.int64)),
         to_device(packed_row, device),
         sequences.kept_T,
         any_length(torch.tensor(sequences.export_sequence_host, dtype=torch.int64)),
@@ -171,11 +172,11 @@ def unpack(tables: list[Tensor], chunk_size: int) -> Index:
     """Cut the tables of a call; ``tables`` are the fields of :class:`KDATables`."""
     t = KDATables(*tables)
     header = t.header_J.tolist()
-    Q, F, M, D, N, first_chunks, num_rounds = header[:_HEADER]
+    Q, F, M, D, N, separate, num_rounds = header[:_HEADER]
     S = t.packed_row_S.shape[0]
     views, at = [], 0
     for size in (S, S, Q + 1, Q, Q, S // chunk_size + Q, F, F + 1, M, D, D + 1):
         views.append(t.index_I[at : at + size])
         at += -(-size // _ALIGN) * _ALIGN
-    rounds = [Round(*header[_HEADER + 5 * i : _HEADER + 5 * i + 5]) for i in range(num_rounds)]
-    return Index._make([*views, t.packed_row_S, t.kept_T, N, t.export_sequence_E.shape[0], first_chunks, rounds])
+    rounds = [Round._make(header[i : i + _ROUND]) for i in range(_HEADER, _HEADER + _ROUND * num_rounds, _ROUND)]
+    return Index._make([*views, t.packed_row_S, t.kept_T, N, t.export_sequence_E.shape[0], bool(separate), rounds])
