@@ -248,6 +248,7 @@ def timing() -> Report:
     report["repeat"] = all(torch.equal(a, b) for a, b in zip(first, second))
     assert report["repeat"], "two runs differ"
     del first, second, o, alone
+    per_node, per_depth = restarting_checked(segments, x, do, report)
 
     gathered = torch.randn_like(wide[2])
     runs: dict[str, tuple[Callable[..., Tensor], list[Tensor], Tensor]] = {
@@ -257,6 +258,9 @@ def timing() -> Report:
         "fla expanded": (lambda *y: fla(*y, cu=cu)[0], wide, gathered),
         # As the prototype timed it: the rows are gathered inside.
         "fla expanded, gathered": (lambda *y: fla(*(t[rows] for t in y[:5]), *y[5:], cu=cu)[0], x, gathered),
+        "own depth-wise": (functools.partial(own, packed=per_depth), x, do),
+        "own node-wise": (functools.partial(own, packed=per_node), x, do),
+        # The same calls of fla's kernels.
         "depth-wise": (depthwise(segments), x, do),
         "node-wise": (nodewise(segments), x, do),
     }
@@ -264,7 +268,7 @@ def timing() -> Report:
         runs = {"prototype": (prototype(segments), x, do), **runs}
     for name, (run, inputs, dout) in runs.items():
         with scans_in_line() if "one stream" in name else nullcontext():
-            report[name] = timed_pair(name, run, inputs, dout, 3 if name == "node-wise" else REPEATS)
+            report[name] = timed_pair(name, run, inputs, dout, 3 if "node-wise" in name else REPEATS)
     report["over own compact"] = ratios = {
         name: {part: report[name][part]["median"] / report["own compact"][part]["median"] for part in TIMED}
         for name in runs
@@ -293,9 +297,70 @@ def timed_pair(
     report["forward_backward"] = median_ms(both, repeats=repeats, flush=False)
     if not DRY:
         report["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 2**30
-    line(f"{name}: forward", report["forward"])
-    line(f"{name}: forward + backward", report["forward_backward"], peak_gib=round(report.get("peak_gib", 0.0), 2))
+    line(f"{name}: forward", report["forward"], host_ms=round(report["forward"]["host"], 2))
+    labels = {
+        "host_ms": round(report["forward_backward"]["host"], 2),
+        "peak_gib": round(report.get("peak_gib", 0.0), 2),
+    }
+    line(f"{name}: forward + backward", report["forward_backward"], **labels)
     return report
+
+
+def depths_of(segments: checks.Segments) -> list[int]:
+    depth: list[int] = []
+    for parent, _ in segments:
+        depth.append(depth[parent] + 1 if parent >= 0 else 0)
+    return depth
+
+
+def restarting(segments: checks.Segments, round_of_node: list[int], *, separate_calls: bool = True) -> PackedSequences:
+    """The own kernels on one sequence a node, from its parent's final state; rows lie in the order of the sequences."""
+    order = np.argsort(round_of_node, kind="stable")
+    rank = np.argsort(order)
+    lengths = np.array([segments[n][1] for n in order])
+    above = np.array([rank[segments[n][0]] if segments[n][0] >= 0 else -1 for n in order])
+    makers, export = np.unique(above[above >= 0], return_inverse=True)
+    init = np.full(len(segments), -1)
+    init[above >= 0] = export
+    rows = np.arange(lengths.sum())
+    return PackedSequences.build(
+        chunk_size=C,
+        cu_seqlens=np.cumsum([0, *lengths]),
+        packed_row=rows,
+        kept=rows,
+        init_state=init,
+        export_sequence=makers,
+        export_boundary=-(-lengths[makers] // C),
+        round_ptr=np.cumsum([0, *np.bincount(round_of_node)]),
+        num_path_rows=rows.size,
+        separate_calls=separate_calls,
+        device=DEVICE,
+    )
+
+
+def restarting_checked(
+    segments: checks.Segments, x: list[Tensor], do: Tensor, report: Report
+) -> tuple[PackedSequences, PackedSequences]:
+    """The own kernels in one call a node and one a depth, once their results are known to be right."""
+    per_node, per_depth = (restarting(segments, r) for r in (list(range(len(segments))), depths_of(segments)))
+    together = restarting(segments, list(range(len(segments))), separate_calls=False)
+    apart, at_once = (kda_checks.with_gradients(x, do, packed) for packed in (per_node, together))
+    report["separate_calls_bit_equal"] = all(torch.equal(a, b) for a, b in zip(apart, at_once))
+    assert report["separate_calls_bit_equal"], "one call a node and kernels over all nodes differ"
+    o = apart[0]
+    del apart, at_once
+    starts = np.cumsum([0, *(length for _, length in segments)])
+    nodes = np.argsort(depths_of(segments), kind="stable")
+    rows = torch.from_numpy(np.concatenate([np.arange(starts[n], starts[n + 1]) for n in nodes])).to(DEVICE)
+    with torch.no_grad():
+        report["depth-wise_bit_equal_to_node-wise"] = torch.equal(
+            own(*(t[rows] for t in x[:5]), *x[5:], packed=per_depth), o[rows]
+        )
+        report["node-wise_over_fla"] = checks.relative(o, nodewise(segments)(*x))
+    assert report["depth-wise_bit_equal_to_node-wise"], "one call a depth and one call a node differ"
+    # Rounding in bfloat16 is some 0.01; a wrong state or a wrong row is nearer 1.
+    assert report["node-wise_over_fla"] < 0.05, report["node-wise_over_fla"]
+    return per_node, per_depth
 
 
 def nodewise(segments: checks.Segments) -> Callable[..., Tensor]:
@@ -319,9 +384,7 @@ def nodewise(segments: checks.Segments) -> Callable[..., Tensor]:
 def depthwise(segments: checks.Segments) -> Callable[..., Tensor]:
     """One packed fla call per depth from the parents' final states, no replay."""
     starts = np.cumsum([0, *(length for _, length in segments)])
-    depth: list[int] = []
-    for parent, _ in segments:
-        depth.append(depth[parent] + 1 if parent >= 0 else 0)
+    depth = depths_of(segments)
     levels = []
     for d in range(max(depth) + 1):
         nodes = [n for n, at in enumerate(depth) if at == d]
