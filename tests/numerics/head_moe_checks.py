@@ -21,6 +21,7 @@ if __name__ == "__main__":
     import tests.numerics.triton_interpreter  # noqa: F401
 from harts_titan.ops import moe
 from harts_titan.ops.logprob import VocabularyShard, linear_logprobs, recover_logprobs, triton_op
+from harts_titan.ops.logprob.launches import TileStatistics
 from harts_titan.ops.moe import triton_op as moe_triton
 from tests.numerics.kernel_checks import filled_allocations
 from tests.numerics.ops_cases import relative
@@ -136,7 +137,7 @@ def head_blocks_and_rows(s: Setting) -> None:
     row, label = torch.arange(7, device=s.device), torch.arange(7, device=s.device) * 700
     whole = triton_op.logit_statistics(logits, row, label)
     for width in (1024, 2048):
-        tiles = triton_op._Tiles(logits, 7, words, label)
+        tiles = TileStatistics(logits, 7, words, label)
         for a in range(0, words, width):
             tiles.add(logits[:, a : a + width], a, row, label, 0)
         same(list(tiles.combine()), list(whole), width)
