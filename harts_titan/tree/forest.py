@@ -23,7 +23,7 @@ class Forest:
         start_V: int64 absolute position of the first token.
         length_V: int64 tokens, > 0.
         source_V: int64 trajectory (index into the ``N`` given to ``build_forest``) that contains the whole segment.
-        depth_V: int64 forks above the segment; 0 at a root.
+        depth_V: int64 segments above; 0 at a root.
         end_segment_N: int64 segment that holds the last token of each trajectory; -1 where none of the segments does
             (a trajectory that lies wholly in a producer).
         end_position_N: int64 length of each trajectory, tokens.

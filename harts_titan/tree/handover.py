@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from harts_titan.tree import row_kernels as rk
-from harts_titan.tree.items import WorkItem, locate
+from harts_titan.tree.items import WorkItem
 from harts_titan.tree.layout import Attachment
+from harts_titan.tree.nodes import locate
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ import numba
 import numpy as np
 
 Arrays = Mapping[str, np.ndarray]
+Nodes = tuple[np.ndarray, np.ndarray]
+"""Where nodes of the rollout tree begin: places in ``trajectory_N`` and positions, both int64."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,7 @@ def check_call(
     where: str = "call",
     external: ExternalRows | None = None,
     made: ProducerCall | None = None,
+    nodes: Nodes | None = None,
 ) -> None:
     """Prove that the layout of one call is exact.
 
@@ -92,6 +95,8 @@ def check_call(
         where: name of the call in messages.
         external: the producer's interface rows, if the call attaches to one.
         made: set for the call of a producer.
+        nodes: what the workload names, if it does, with every trajectory that passes the call's rows; used where
+            chunk grids restart.
 
     Raises:
         ValueError: Naming the violated invariant.
@@ -104,7 +109,7 @@ def check_call(
     _check_sharing(call, producer, mode, where)
     _check_taps(call, where)
     _check_intervals(call, where)
-    _check_segments(call, mode, made, where)
+    _check_segments(call, mode, made, nodes, where)
     _check_parts(call, where)
     _check_packing(call, chunk_size, mode, where)
     _check_states(call, chunk_size, mode, producer, made, where)
@@ -222,7 +227,7 @@ def _check_intervals(call: Arrays, where: str) -> None:
     require((tin[above] < tin[child]) & (tout[child] <= tout[above]), name, where, "nesting at child")
 
 
-def _check_segments(call: Arrays, mode: str, made: ProducerCall | None, where: str) -> None:
+def _check_segments(call: Arrays, mode: str, made: ProducerCall | None, nodes: Nodes | None, where: str) -> None:
     name = "segments are the maximal fork-free paths"
     parent, length, row = call["seg_parent_V"], call["seg_length_V"], call["seg_row_V"]
     num_rows, x = call["token_T"].size, call["parent_Y"].size - call["token_T"].size
@@ -245,11 +250,22 @@ def _check_segments(call: Arrays, mode: str, made: ProducerCall | None, where: s
     require((parent < 0) | (call["seg_attach_V"] == -1), name, where, "attachment of segment")
     require((call["seg_attach_V"] >= -1) & (call["seg_attach_V"] < x), name, where, "attachment of segment")
     depth = np.where(parent >= 0, call["seg_depth_V"][parent] + 1, 0)
-    require(call["seg_depth_V"] == depth, "depth counts the forks above", where, "segment")
+    require(call["seg_depth_V"] == depth, "depth counts the segments above", where, "segment")
     if mode != "expanded":
         children = np.bincount(parent[parent >= 0], minlength=parent.size)
         cut = made.cut_row_H if made is not None and mode != "compact" else np.zeros(0, np.int64)
-        require((children != 1) | np.isin(row + length - 1, cut), name, where, "only child below segment")
+        begun = _named_rows(call, nodes) if nodes is not None and mode != "compact" else np.zeros(0, np.int64)
+        require(np.isin(begun, row), "a node begins where the workload says so", where, "named position")
+        alone = np.append(children, 0)[parent] == 1
+        behind_cut = np.isin(row, begun) | np.isin(row[parent] + length[parent] - 1, cut)
+        require(~alone | behind_cut, name, where, "only child: segment")
+
+
+def _named_rows(call: Arrays, nodes: Nodes) -> np.ndarray:
+    """Return the own rows that begin a node."""
+    row = call["row_of_position_S"][call["position_offset_N1"][nodes[0]] + nodes[1]]
+    x = call["parent_Y"].size - call["token_T"].size
+    return row[row >= x] - x
 
 
 def _check_parts(call: Arrays, where: str) -> None:

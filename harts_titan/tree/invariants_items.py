@@ -28,12 +28,20 @@ class _Step:
     shared_N: np.ndarray
     chunk_size: int
     mode: str
+    node_start: np.ndarray | None
 
     def path(self, x: int, end: int) -> np.ndarray:
         return self.tokens[self.offsets[x] : self.offsets[x] + end]
 
     def agree(self, x: int, y: int, end: int) -> bool:
         return x == y or np.array_equal(self.path(x, end), self.path(y, end))
+
+    def named(self, x: int, begin: int, end: int) -> set[int]:
+        """Return the positions between two bounds, both left out, where nodes begin."""
+        if self.node_start is None:
+            return set()
+        position = self.node_start - self.offsets[x]
+        return set(position[(position > begin) & (position < end)].tolist())
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,12 @@ class _Item:
 
 
 def check_items(
-    plan: StepPlan, residual_JD: np.ndarray, producer_WD: np.ndarray, tokens: np.ndarray, offsets: np.ndarray
+    plan: StepPlan,
+    residual_JD: np.ndarray,
+    producer_WD: np.ndarray,
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    node_start: np.ndarray | None = None,
 ) -> None:
     """Prove the packed arrays of every work item.
 
@@ -61,11 +74,12 @@ def check_items(
         producer_WD: int64 rows of each producer.
         tokens: int32 (S,) token ids.
         offsets: int64 (N+1,) trajectory bounds.
+        node_start: int64 flat positions where nodes of the rollout tree begin.
 
     Raises:
         ValueError: Naming the violated invariant.
     """
-    step = _Step(tokens, offsets, plan.shared_N, plan.chunk_size, plan.mode)
+    step = _Step(tokens, offsets, plan.shared_N, plan.chunk_size, plan.mode, node_start)
     items = _unpack(plan, residual_JD, producer_WD, offsets)
     producers = {(item.part["item_index_I"][0], item.part["item_replica_I"][0]): item for item in items if item.kind}
     taken: dict[str, set[int]] = {item.where: set() for item in producers.values()}
@@ -175,7 +189,7 @@ def _check_forest(step: _Step, item: _Item) -> None:
     part, where = item.part, item.where
     parent, start, length = (part[f"segment_{key}_G"].tolist() for key in ("parent", "start", "length"))
     trajectory = part["segment_trajectory_G"].tolist()
-    seen: set[tuple[int, bytes | int]] = set()
+    seen: dict[tuple[int, bytes | int], int] = {}
     for v, x in enumerate(trajectory):
         if x not in item.members or length[v] < 1 or start[v] + length[v] > item.limit[x]:
             fail("a segment lies on the path of its trajectory", where, f"segment {v}, trajectory {x}")
@@ -190,15 +204,43 @@ def _check_forest(step: _Step, item: _Item) -> None:
             key = (-1, step.path(x, start[v] + 1).tobytes())
         if key in seen:
             fail("distinct rows have distinct prefixes", where, f"segment {v} begins like another one")
-        seen.add(key)
+        seen[key] = v
     if sum(length) != item.rows:
         fail("items compute all their rows", where, f"segments have {sum(length)} tokens, the item {item.rows} rows")
     cuts = list(zip(part["state_trajectory_E"].tolist(), part["state_position_E"].tolist(), strict=True))
-    for v in np.flatnonzero(np.bincount(part["segment_parent_G"] + 1, minlength=1)[1:] == 1).tolist():
-        end = start[v] + length[v]
-        cut = any(at == end and step.agree(x, trajectory[v], end) for x, at in cuts)
+    begun = _begun(step, item, seen)
+    children = np.bincount(part["segment_parent_G"] + 1, minlength=1)[1:].tolist()
+    for v, p in enumerate(parent):
+        if p < 0 or children[p] != 1 or v in begun:
+            continue
+        cut = any(at == start[v] and step.agree(x, trajectory[p], start[v]) for x, at in cuts)
         if step.mode == "compact" or not cut:
-            fail("segments are the maximal fork-free paths", where, f"segment {v} has an only child")
+            fail("segments are the maximal fork-free paths", where, f"segment {p} has an only child")
+
+
+def _begun(step: _Step, item: _Item, first: Mapping[tuple[int, bytes | int], int]) -> set[int]:
+    """Return the segments that begin where a trajectory of the item says that a node does; all those places do.
+
+    Args:
+        step: what is checked against.
+        item: a forest of all its rows.
+        first: segment by segment above and first token, roots by the path up to their first token.
+    """
+    end = (item.part["segment_start_G"] + item.part["segment_length_G"]).tolist()
+    begun: set[int] = set()
+    for x in item.members:
+        named = step.named(x, item.begin[x], item.limit[x])
+        at, key = item.begin[x], (-1, step.path(x, item.begin[x] + 1).tobytes())
+        while named:
+            v = first.get(key, -1)
+            if v < 0 or min(named) < at:
+                fail("a node begins where the workload says so", item.where, f"trajectory {x} at {min(named)}")
+            if at in named:
+                begun.add(v)
+                named.remove(at)
+            at = end[v]
+            key = (v, int(step.path(x, at + 1)[-1]))
+    return begun
 
 
 def _check_rounds(step: _Step, item: _Item) -> None:

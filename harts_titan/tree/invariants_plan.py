@@ -44,26 +44,29 @@ class CountedWork:
     producer_recomputed_WD: np.ndarray
 
 
-def check_plan(plan: StepPlan, tokens: np.ndarray, offsets: np.ndarray) -> None:
+def check_plan(plan: StepPlan, tokens: np.ndarray, offsets: np.ndarray, node_start: np.ndarray | None = None) -> None:
     """Prove every invariant of a step plan.
 
     Args:
         plan: the plan; rows of some replicas may not be laid out.
         tokens: int32 (S,) token ids of the step.
         offsets: int64 (N+1,) trajectory bounds.
+        node_start: int64 (M,) flat positions where nodes of the rollout tree begin, if the plan was made with them.
 
     Raises:
         ValueError: Naming the violated invariant.
     """
     tokens, offsets = np.asarray(tokens), np.asarray(offsets, dtype=np.int64)
+    if plan.mode not in ("nodewise", "depthwise"):
+        node_start = None
     _check_placement(plan, np.diff(offsets))
     work = _count_work(plan, tokens, offsets)
     _check_work(plan, work)
-    check_items(plan, work.residual_JD, work.producer_WD, tokens, offsets)
+    check_items(plan, work.residual_JD, work.producer_WD, tokens, offsets, node_start)
     limit = plan.max_live_producers if plan.windows else 0
     has_producer_W = work.producer_WD.sum(axis=1) > 0
     check_events(plan.events, plan.window_ptr_W1, has_producer_W, in_flight=1, max_live_producers=limit)
-    check_rows(plan, work.producer_WD, tokens, offsets)
+    check_rows(plan, work.producer_WD, tokens, offsets, node_start)
     _check_stats(plan, work, tokens, offsets)
 
 

@@ -5,11 +5,12 @@ Shares no code with the planner. Shapes: as in ``layout.py``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from harts_titan.tree.invariants import Arrays, ExternalRows, ProducerCall, check_call, fail, require
+from harts_titan.tree.invariants import Arrays, ExternalRows, Nodes, ProducerCall, check_call, fail, require
 
 if TYPE_CHECKING:
     from harts_titan.tree.call_layout import CallLayout
@@ -26,7 +27,13 @@ _SAME = {
 }
 
 
-def check_rows(plan: StepPlan, producer_WD: np.ndarray, tokens: np.ndarray, offsets: np.ndarray) -> None:
+def check_rows(
+    plan: StepPlan,
+    producer_WD: np.ndarray,
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    node_start: np.ndarray | None = None,
+) -> None:
     """Prove the row layouts of the replicas that have them.
 
     Args:
@@ -34,6 +41,7 @@ def check_rows(plan: StepPlan, producer_WD: np.ndarray, tokens: np.ndarray, offs
         producer_WD: int64 rows of each producer, counted from the tokens.
         tokens: int32 (S,) token ids.
         offsets: int64 (N+1,) trajectory bounds.
+        node_start: int64 flat positions where nodes of the rollout tree begin.
 
     Raises:
         ValueError: Naming the violated invariant.
@@ -57,10 +65,11 @@ def check_rows(plan: StepPlan, producer_WD: np.ndarray, tokens: np.ndarray, offs
     for producer in plan.producers():
         k = producer.window * degree + producer.replica
         exports = [c.export_E.cpu().numpy() for c in consumers if c.producer == k]
-        _check_producer(plan, producer, np.concatenate([np.zeros(0, np.int64), *exports]), tokens, offsets)
+        exported = np.concatenate([np.zeros(0, np.int64), *exports])
+        _check_producer(plan, producer, exported, tokens, offsets, node_start)
         _check_tables(plan, packed, number[1, producer.replica, producer.window], producer.call.arrays())
     for consumer in consumers:
-        _check_consumer(plan, consumer, tokens, offsets)
+        _check_consumer(plan, consumer, tokens, offsets, node_start)
         if plan.mode != "expanded":
             item = number[0, consumer.replica, consumer.slot]
             _check_tables(plan, packed, item, consumer.calls[0].arrays())
@@ -94,8 +103,45 @@ def _exported_row(call: Arrays, export: np.ndarray, chunk_size: int, where: str)
     return call["packed_row_P"][packed]
 
 
+def _named(
+    node_start: np.ndarray | None, offsets: np.ndarray, tokens: np.ndarray, shared: Mapping[int, int], index: np.ndarray
+) -> Nodes | None:
+    """Return where nodes begin in the first tokens of some trajectories, as positions of those listed in ``index``.
+
+    Args:
+        node_start: int64 flat positions, if any are named.
+        offsets: int64 (N+1,) trajectory bounds.
+        tokens: int32 (S,) token ids.
+        shared: tokens that are looked at, by trajectory.
+        index: int64 trajectories of a call; one begins with each of the others' first tokens.
+    """
+    if node_start is None:
+        return None
+    places, positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for x, depth in shared.items():
+        begin = offsets[x]
+        found = node_start[(node_start > begin) & (node_start < begin + depth)] - begin
+        path = tokens[begin : begin + depth]
+        same = (
+            place
+            for place, y in enumerate(index.tolist())
+            if shared[y] >= depth and (x == y or np.array_equal(tokens[offsets[y] : offsets[y] + depth], path))
+        )
+        host = next(same, -1)
+        if host < 0:
+            fail("row prefix equals trajectory prefix", f"trajectory {x}", f"none begins with its first {depth} tokens")
+        places.append(np.full(found.size, host))
+        positions.append(found)
+    return np.concatenate(places), np.concatenate(positions)
+
+
 def _check_producer(
-    plan: StepPlan, producer: ProducerPlan, export_H: np.ndarray, tokens: np.ndarray, offsets: np.ndarray
+    plan: StepPlan,
+    producer: ProducerPlan,
+    export_H: np.ndarray,
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    node_start: np.ndarray | None,
 ) -> None:
     where = f"producer of replica {producer.replica}, window {producer.window}"
     call, index = producer.call.arrays(), producer.trajectory_N.cpu().numpy()
@@ -109,10 +155,18 @@ def _check_producer(
     if producer.call.num_external_states or call["parent_Y"].size != call["token_T"].size:
         fail("a producer attaches to nothing", where, f"{producer.call.num_external_states} external states")
     made = ProducerCall(plan.shared_N[index], export_H, _exported_row(call, export_H, plan.chunk_size, where))
-    check_call(call, tokens, offsets, chunk_size=plan.chunk_size, mode=plan.mode, where=where, made=made)
+    served = {x: int(plan.shared_N[x]) for x in np.flatnonzero(placed & (plan.shared_N > 0)).tolist()}
+    nodes = _named(node_start, offsets, tokens, served, index)
+    check_call(call, tokens, offsets, chunk_size=plan.chunk_size, mode=plan.mode, where=where, made=made, nodes=nodes)
 
 
-def _check_consumer(plan: StepPlan, consumer: ConsumerPlan, tokens: np.ndarray, offsets: np.ndarray) -> None:
+def _check_consumer(
+    plan: StepPlan,
+    consumer: ConsumerPlan,
+    tokens: np.ndarray,
+    offsets: np.ndarray,
+    node_start: np.ndarray | None,
+) -> None:
     where = f"replica {consumer.replica}, slot {consumer.slot}"
     members = np.flatnonzero((plan.replica_N == consumer.replica) & (plan.slot_N == consumer.slot))
     if not np.array_equal(np.sort(consumer.trajectory_N.cpu().numpy()), members):
@@ -131,7 +185,18 @@ def _check_consumer(plan: StepPlan, consumer: ConsumerPlan, tokens: np.ndarray, 
             fail("initial states exist", at, f"{layout.num_external_states} external states")
         if plan.mode == "expanded" and call["token_T"].size > plan.call_capacity and call["trajectory_N"].size > 1:
             fail("calls fit call_capacity", at, f"{call['token_T'].size} rows, at most {plan.call_capacity}")
-        check_call(call, tokens, offsets, chunk_size=plan.chunk_size, mode=plan.mode, where=at, external=external)
+        whole = {x: int(offsets[x + 1] - offsets[x]) for x in call["trajectory_N"].tolist()}
+        nodes = _named(node_start, offsets, tokens, whole, call["trajectory_N"])
+        check_call(
+            call,
+            tokens,
+            offsets,
+            chunk_size=plan.chunk_size,
+            mode=plan.mode,
+            where=at,
+            external=external,
+            nodes=nodes,
+        )
     multiplicity, num_external = consumer.multiplicity_X.cpu().numpy(), external.token_X.size
     used = np.bincount(calls[0]["row_of_position_S"], minlength=num_external)[:num_external]
     if multiplicity.shape != used.shape:

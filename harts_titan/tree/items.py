@@ -15,6 +15,7 @@ import numpy as np
 
 from harts_titan.tree.forest import Forest, build_forest
 from harts_titan.tree.layout import RESTARTING, number_sequences, plan_forest_rounds
+from harts_titan.tree.nodes import NodeStarts, cut_segments, locate
 from harts_titan.tree.rounds import RoundPlan
 from harts_titan.tree.sorted_step import SortedStep, common_prefix
 from harts_titan.tree.work import Placement
@@ -69,13 +70,20 @@ class WorkItem:
 
 
 def plan_items(
-    step: SortedStep, placement: Placement, *, dp_degree: int, chunk_size: int, mode: str
+    step: SortedStep,
+    placement: Placement,
+    *,
+    dp_degree: int,
+    chunk_size: int,
+    mode: str,
+    nodes: NodeStarts | None = None,
 ) -> tuple[list[WorkItem], list[WorkItem | None]]:
     """Plan every work item of a step.
 
     A consumer's root at position ``p > 0`` continues a prefix of its producer. It needs the state at the last chunk
     boundary ``a(p)`` and replays ``[a(p), p)``; modes ``nodewise`` and ``depthwise``, which replay nothing, need the
-    state at ``p`` itself, so the producer's segments are cut there.
+    state at ``p`` itself, so the producer's segments are cut there. If nodes of the rollout tree are named, segments of
+    both are cut where any trajectory of the item says that one begins.
 
     Args:
         step: sorted trajectories.
@@ -83,6 +91,7 @@ def plan_items(
         dp_degree: number of replicas.
         chunk_size: tokens in a linear-attention chunk.
         mode: ``compact``, ``nodewise`` or ``depthwise``.
+        nodes: where nodes of the rollout tree begin; modes ``nodewise`` and ``depthwise`` only.
 
     Returns:
         consumers: in the order ``slot * dp_degree + replica``.
@@ -105,7 +114,7 @@ def plan_items(
     place_N = np.empty_like(step.order_N)
     place_N[step.order_N] = np.arange(step.num_trajectories)
     consumers = [
-        _consumer(step, placement, k, places, lcp_N, chunk_size=chunk_size, mode=mode, dp_degree=dp_degree)
+        _consumer(step, placement, k, places, lcp_N, nodes, chunk_size=chunk_size, mode=mode, dp_degree=dp_degree)
         for k, places in enumerate(
             _grouped(placement.slot_N * dp_degree + placement.replica_N, placement.num_slots * dp_degree)
         )
@@ -122,7 +131,7 @@ def plan_items(
         slots = range(placement.window_ptr_W1[w], placement.window_ptr_W1[w + 1])
         members = [j * dp_degree + d for j in slots]
         attached, producer = _producer(
-            step, placement, kept[chosen], prefix_lcp_N, [consumers[i] for i in members],
+            step, placement, kept[chosen], prefix_lcp_N, [consumers[i] for i in members], nodes,
             host_N=host_N, place_N=place_N, place=(w, d), chunk_size=chunk_size, mode=mode,
         )  # fmt: skip
         producers.append(producer)
@@ -181,6 +190,7 @@ def _consumer(
     number: int,
     places: np.ndarray,
     lcp_N: np.ndarray,
+    nodes: NodeStarts | None,
     *,
     chunk_size: int,
     mode: str,
@@ -203,9 +213,15 @@ def _consumer(
         end_segment_N=end_segment_N,
         end_position_N=_scatter(rank, step.length_N[places]),
     )
+    shared_N = _scatter(rank, shared_N)
+    if nodes is not None:
+        trajectory_M, position_M = nodes.of(trajectory_N)
+        # A root begins where the producer ends.
+        own_M = position_M > shared_N[trajectory_M]
+        forest = cut_segments(forest, trajectory_M[own_M], position_M[own_M])
     slot, replica = divmod(number, dp_degree)
     item = _with_rounds(CONSUMER, replica, slot, trajectory_N, forest, chunk_size=chunk_size, mode=mode)
-    return replace(item, shared_N=_scatter(rank, shared_N))
+    return replace(item, shared_N=shared_N)
 
 
 def _producer(
@@ -214,6 +230,7 @@ def _producer(
     places: np.ndarray,
     prefix_lcp_N: np.ndarray,
     consumers: list[WorkItem],
+    nodes: NodeStarts | None,
     *,
     host_N: np.ndarray,
     place_N: np.ndarray,
@@ -241,6 +258,11 @@ def _producer(
     above = [h[item.forest.source_V[v]] for item, h, v in zip(consumers, hosts, roots, strict=True)]
     if mode in RESTARTING:
         forest = cut_segments(forest, np.concatenate(above), np.concatenate(start))
+        if nodes is not None:
+            for item, host in zip(consumers, hosts, strict=True):
+                trajectory_M, position_M = nodes.of(item.trajectory_N)
+                made_M = (position_M > 0) & (position_M < item.shared_N[trajectory_M])
+                forest = cut_segments(forest, host[trajectory_M[made_M]], position_M[made_M])
     else:
         start = [p // chunk_size * chunk_size for p in start]
     needed = [np.stack([locate(forest, h, p - 1), p], axis=1) for h, p in zip(above, start, strict=True)]
@@ -306,59 +328,3 @@ def _scatter(rank: np.ndarray, values: np.ndarray) -> np.ndarray:
     out = np.empty_like(values)
     out[rank] = values
     return out
-
-
-def locate(forest: Forest, trajectory_M: np.ndarray, position_M: np.ndarray) -> np.ndarray:
-    """Return the segment that holds a position of a trajectory's path; the root segment for negative positions.
-
-    Args:
-        forest: segments.
-        trajectory_M: int64 trajectories of the forest.
-        position_M: int64 positions before their ends.
-    """
-    return _locate(forest.parent_V, forest.start_V, forest.end_segment_N[trajectory_M], position_M)
-
-
-@numba.njit(cache=True)
-def _locate(parent_V, start_V, segment_M, position_M):
-    out = segment_M.copy()
-    for m in range(out.shape[0]):
-        v = out[m]
-        while parent_V[v] >= 0 and start_V[v] > position_M[m]:
-            v = parent_V[v]
-        out[m] = v
-    return out
-
-
-def cut_segments(forest: Forest, trajectory_M: np.ndarray, position_M: np.ndarray) -> Forest:
-    """Cut segments so that one ends in front of each given position of a trajectory's path.
-
-    Args:
-        forest: segments in depth-first order.
-        trajectory_M: int64 trajectories of the forest.
-        position_M: int64 positions in ``[1, end of the trajectory]``.
-
-    Returns:
-        The forest with pieces in place of the cut segments; ``depth_V`` counts the segments above.
-    """
-    v = locate(forest, trajectory_M, position_M - 1)
-    inside = position_M < forest.start_V[v] + forest.length_V[v]
-    cut_C2 = np.unique(np.stack([v[inside], position_M[inside]], axis=1), axis=0)
-    start_P2 = np.unique(
-        np.concatenate([np.stack([np.arange(forest.num_segments), forest.start_V], axis=1), cut_C2]), axis=0
-    )
-    old, start = start_P2[:, 0], start_P2[:, 1]
-    first = np.append(True, old[1:] != old[:-1])[: old.shape[0]]
-    first_piece = np.flatnonzero(first)
-    last_piece = np.append(first_piece[1:], old.shape[0]) - 1
-    above = forest.parent_V[old]
-    parent = np.where(first, np.where(above >= 0, last_piece[above], -1), np.arange(old.shape[0]) - 1)
-    end = forest.start_V[old] + forest.length_V[old]
-    end[:-1] = np.where(first[1:], end[:-1], start[1:])
-    depth = np.zeros_like(parent)
-    for piece in np.flatnonzero(parent >= 0).tolist():
-        depth[piece] = depth[parent[piece]] + 1
-    # The piece that holds each trajectory's last token.
-    key = old * (1 + int(end.max())) + start
-    last = np.searchsorted(key, forest.end_segment_N * (1 + int(end.max())) + forest.end_position_N - 1, "right") - 1
-    return Forest(parent, start, end - start, forest.source_V[old], depth, last, forest.end_position_N)

@@ -77,7 +77,7 @@ def plan_forest_rounds(forest: Forest, *, chunk_size: int, mode: str) -> RoundPl
     if mode == "nodewise":
         return RoundPlan(num_segments, np.arange(num_segments), np.zeros(num_segments, bool), none)
     if mode == "depthwise":
-        # A parent is one fork higher, so every depth up to the largest has a segment.
+        # A parent is one segment higher, so every depth up to the largest has a segment.
         return RoundPlan(int(forest.depth_V.max(initial=-1)) + 1, forest.depth_V, np.zeros(num_segments, bool), none)
     if mode == "expanded":
         if (forest.parent_V >= 0).any():

@@ -278,7 +278,7 @@ class StepPlan:
         dist.broadcast(flat, src=src, group=group)
         return plan if sends and plan is not None else _unflatten(header, flat.cpu())
 
-    def validate(self, tokens: np.ndarray, offsets: np.ndarray) -> None:
+    def validate(self, tokens: np.ndarray, offsets: np.ndarray, node_start: np.ndarray | None = None) -> None:
         """Prove every invariant of the plan against the trajectories, by checks that share no code with the planner.
 
         Placement, segments, states and events are proven for all replicas, rows for those laid out.
@@ -286,11 +286,12 @@ class StepPlan:
         Args:
             tokens: int32 (S,) token ids of the step.
             offsets: int64 (N+1,) trajectory bounds.
+            node_start: as given to ``plan_step``.
 
         Raises:
             ValueError: Naming the violated invariant and the place.
         """
-        check_plan(self, tokens, offsets)
+        check_plan(self, tokens, offsets, node_start)
 
 
 def nested(arrays: dict[str, Any]) -> TensorDict:

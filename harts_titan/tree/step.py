@@ -15,6 +15,7 @@ from harts_titan.tree.events import stage_events
 from harts_titan.tree.handover import hand_over
 from harts_titan.tree.items import WorkItem, expanded_item, plan_items
 from harts_titan.tree.layout import MODES, RESTARTING, build_layout, expanded_forests, plan_forest_rounds
+from harts_titan.tree.nodes import NodeStarts, check_node_start
 from harts_titan.tree.partition import Partition, partition_step
 from harts_titan.tree.placement import alone, place_step
 from harts_titan.tree.plan import StepPlan, nested
@@ -43,6 +44,7 @@ def plan_step(
     planner: str | Callable[[SortedStep], Placement] = "harts",
     cost: PlanCost | None = None,
     replicas: Sequence[int] | None = None,
+    node_start: np.ndarray | None = None,
 ) -> StepPlan:
     """Plan one training step: which trajectories run together, what is shared, and how each model call is laid out.
 
@@ -66,16 +68,21 @@ def plan_step(
             the sorted step, named in the plan by its ``__name__``: a baseline to compare with.
         cost: cost coefficients; default: rows only.
         replicas: replicas whose rows are laid out, default all. Everything else is planned for all of them.
+        node_start: int64 (M,) ascending positions in ``tokens`` where a node of the rollout tree begins: an action or
+            an observation that was appended at once. Trajectory starts are implied. Modes ``nodewise`` and
+            ``depthwise`` cut segments in front of a row that any trajectory of the microbatch (or of the producer)
+            names; without it their nodes are the segments. Modes ``compact`` and ``expanded`` do not use it.
 
     Returns:
         The plan, on the CPU: a function of the arguments only, but for ``stats.seconds``.
 
     Raises:
-        ValueError: If an argument is out of range, a trajectory is empty or longer than ``capacity``, or there are
-            fewer trajectories than replicas.
+        ValueError: If an argument is out of range, a trajectory is empty or longer than ``capacity``, there are fewer
+            trajectories than replicas, or ``node_start`` is no ascending list of positions.
     """
     clock = _Clock()
     tokens, offsets = _check_batch(tokens, offsets)
+    node_start = None if node_start is None else check_node_start(node_start, tokens.size)
     call_capacity = _check_mode(
         mode, capacity=capacity, chunk_size=chunk_size, num_taps=num_taps, call_capacity=call_capacity, reverse=reverse
     )
@@ -98,7 +105,8 @@ def plan_step(
         max_window_slots=max_window_slots,
         chunk_size=chunk_size,
     )
-    work = _plan_work(step, placement, dp_degree=dp_degree, chunk_size=chunk_size, mode=mode)
+    nodes = NodeStarts.from_flat(node_start, offsets) if node_start is not None and mode in RESTARTING else None
+    work = _plan_work(step, placement, dp_degree=dp_degree, chunk_size=chunk_size, mode=mode, nodes=nodes)
     exists_WD = np.array([producer is not None for producer in work.producers]).reshape(-1, dp_degree)
     has_producer_W = exists_WD.sum(axis=1) > 0
     events_V2 = stage_events(
@@ -207,9 +215,11 @@ class _Work:
         return self.consumers + [producer for producer in self.producers if producer is not None]
 
 
-def _plan_work(step: SortedStep, placement: Placement, *, dp_degree: int, chunk_size: int, mode: str) -> _Work:
+def _plan_work(
+    step: SortedStep, placement: Placement, *, dp_degree: int, chunk_size: int, mode: str, nodes: NodeStarts | None
+) -> _Work:
     if mode != "expanded":
-        return _Work(*plan_items(step, placement, dp_degree=dp_degree, chunk_size=chunk_size, mode=mode))
+        return _Work(*plan_items(step, placement, dp_degree=dp_degree, chunk_size=chunk_size, mode=mode, nodes=nodes))
     length_N = _by_trajectory(step, step.length_N)
     key_N = _by_trajectory(step, placement.slot_N * dp_degree + placement.replica_N)
     members = np.split(
