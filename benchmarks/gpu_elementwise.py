@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable
 
 from gpu_timing import DEVICE, DRY, Report, copy_bandwidth, line, median_ms, rate, run_sections
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ from harts_titan.ops.activation import triton_op as gates
 from harts_titan.ops.norm import triton_op as norms
 from harts_titan.ops.rope import triton_op as ropes
 from harts_titan.ops.short_conv import triton_op as convs
-from harts_titan.ops.short_conv.taps import ChainTables, chain_tables
+from harts_titan.ops.short_conv.taps import HEAD, ChainTables, chain_tables
 from harts_titan.ops.row_sums import CONFIG as ROW_SUMS, NARROW as NARROW_SUMS, row_sums
 from tests.numerics import kernel_checks as checks
 from tests.numerics.elementwise_checks import EPS, TREES, Numerics, parents, taps_of
@@ -159,6 +160,24 @@ def conv_case(kind: str, backend: str) -> Case:
     )
 
 
+def add_moved(name: str, entry: Report, tap: np.ndarray) -> None:
+    """Bandwidth with what branching adds: inputs read again above every fork, sums that several chains share.
+
+    Such a sum is a float32 row per chain, written once and read once. Neither is compulsory in the sense of the other
+    figures, but no fixed order of sums comes without them.
+    """
+    host = chain_tables(tap, T)
+    head = (host.kind_T.numpy() & HEAD) != 0
+    again = int((host.tap_T4.numpy()[head, :3] >= 0).sum())
+    slots = host.slot_S.shape[0]
+    more = {"forward": again * WIDTH * ROW, "backward": again * WIDTH * ROW + 2 * slots * WIDTH * 4}
+    for part, num_bytes in more.items():
+        timed = entry[part]
+        moved = num_bytes + timed["bytes"]
+        timed |= {"moved_bytes": moved, "share_moved": moved / (timed["median"] * 1e-3) / ceiling()}
+        print(f"{name} {part}: {moved / timed['bytes']:.2f} of the bytes, {100 * timed['share_moved']:.1f} % of copy")
+
+
 def cases(backend: str) -> Iterable[Case]:
     """Every op but the convolution."""
     for width in (DIM, RANK, Q_RANK):
@@ -196,7 +215,8 @@ def ops() -> Report:
     """The public ops in their pinned configurations."""
     report: Report = {"copy_bytes_per_second": ceiling()}
     for kind in TREES:
-        report[f"conv {kind}"] = op_pair(*conv_case(kind, "triton"))
+        report[f"conv {kind}"] = entry = op_pair(*conv_case(kind, "triton"))
+        add_moved(f"conv {kind}", entry, taps_of(parents(kind, T)))
     for case in cases("triton"):
         report[case[0]] = op_pair(*case)
     if not DRY:
@@ -304,30 +324,32 @@ def sweep_conv() -> Report:
     report["forward_tile"] = sweep(
         "conv forward, gathered tiles", product(BT=[16, 32], BD=[128, 256], num_warps=[4])[:2], tile, 2 * size
     )
-    report["forward"] = sweep(
-        "conv forward",
-        [convs.FORWARD, *table("BT BD num_warps", "64 256 2, 32 512 4, 128 512 4, 64 256 4, 64 128 2, 128 128 2")],
-        lambda c: convs.launch_forward(x, weight, tables, y, c),
-        2 * size,
+    kinds = ("agent", "bushy", "one_token")[: 1 if DRY else 3]
+    chains: dict[str, ChainTables] = {k: chain_tables(taps_of(parents(k, T)), T, device=DEVICE) for k in kinds}
+    forward = "64 512 4 2, 64 512 4 8, 32 512 4 4, 32 512 4 8, 64 256 2 4, 32 256 2 4, 16 512 4 4"
+    # Two channels a thread, then four; a group of rows read ahead or none; rows of any chains read at once.
+    backward = (
+        "128 128 2 1 88 4, 128 128 2 1 88 2, 128 128 2 1 104 4, 64 128 2 1 88 4, 128 128 1 1 160 4,"
+        "256 128 2 0 64 2, 128 128 2 0 64 2, 128 128 2 0 80 4, 64 128 2 0 80 4, 256 128 2 0 80 4"
     )
-    # Two channels a thread, then four; a group of rows read ahead or none.
-    configs = [
-        convs.BACKWARD,
-        *table(
-            "BT BD num_warps AHEAD maxnreg",
-            "256 128 2 1 80, 128 128 2 1 88, 512 128 2 1 88, 256 64 1 1 88, 256 256 4 1 88, 256 128 2 1 96,"
-            "256 256 2 1 160, 256 128 1 1 160, 256 128 1 1 128,"
-            "256 128 2 0 64, 128 128 2 0 64, 256 64 1 0 64, 256 256 4 0 64, 256 256 2 0 128",
-        ),
-    ]
-    for kind in ("agent", "bushy")[: 1 if DRY else 2]:
-        chains: ChainTables = chain_tables(taps_of(parents(kind, T)), T, device=DEVICE)
+    for kind, tables in chains.items():
+        report[f"forward {kind}"] = sweep(
+            f"conv forward {kind}",
+            [convs.FORWARD, *table("BT BD num_warps ANY", forward)],
+            lambda c, tables=tables: convs.launch_forward(x, weight, tables, y, c),
+            2 * size,
+        )
         report[f"backward {kind}"] = sweep(
             f"conv backward {kind}",
-            configs,
-            lambda c, chains=chains: convs.launch_backward(x, weight, chains, dy, dx, c),
+            [convs.BACKWARD, *table("BT BD num_warps AHEAD maxnreg ANY", backward)],
+            lambda c, tables=tables: convs.launch_backward(x, weight, tables, dy, dx, c),
             3 * size,
         )
+    return report
+
+
+def sweep_sums() -> Report:
+    report: Report = {}
     # Shares of the weight gradients: convolution, norms of 1536 and of 256.
     for blocks, taps, width in ((5, 4, WIDTH),) if DRY else ((256, 4, WIDTH), (1024, 1, DIM), (512, 1, RANK)):
         partial = torch.randn(blocks, taps, width, device=DEVICE)
@@ -489,6 +511,7 @@ SECTIONS: dict[str, Callable[[], Report]] = {
     "large": large,
     "ops": ops,
     "sweep_conv": sweep_conv,
+    "sweep_sums": sweep_sums,
     "sweep_norm": sweep_norm,
     "sweep_gates": sweep_gates,
     "sweep_rope": sweep_rope,

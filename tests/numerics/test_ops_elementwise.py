@@ -85,8 +85,9 @@ def chains_by_sorting(tap: np.ndarray, num_path_rows: int) -> dict[str, np.ndarr
         wanted = tap4[8 * g, 3] + np.arange(8)
         if not head[rows].any() and (tap4[rows, 3] == wanted).all():
             forward[g] = wanted[0]
-            if not last[rows].any() and wanted[0] >= 3 and (target[rows, 0] == wanted - 3).all():
-                backward[g] = wanted[0]
+            if not last[rows].any():
+                direct = wanted[0] >= 3 and (target[rows, 0] == wanted - 3).all()
+                backward[g] = wanted[0] if direct else -2 - wanted[0]
     return {
         "tap_T4": tap4,
         "kind_T": head + 2 * last,

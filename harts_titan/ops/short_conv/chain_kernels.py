@@ -98,20 +98,22 @@ def find_targets(tap_T4, kind_T, slot_Y, target_T4, head_bit):
 def find_plain_groups(tap_T4, kind_T, target_T4, group_rows, head_bit, forward_G, backward_G):
     """First path rows of groups without a head whose path rows are consecutive, else -1.
 
-    In the backward pass they also end no chain, and the sums they finish belong to consecutive rows of ``dx``.
+    In the backward pass they also end no chain; where the sums they finish do not belong to consecutive rows of
+    ``dx``, it is -2 minus the first path row.
     """
     for g in range(forward_G.size):
         begin = g * group_rows
         forward_G[g], backward_G[g] = -1, -1
         if begin + group_rows > kind_T.size:
             continue
-        first, finished = tap_T4[begin, 3], target_T4[begin, 0]
-        forward, backward = True, finished >= 0
+        first = tap_T4[begin, 3]
+        forward, inside, direct = True, True, first >= 3
         for u in range(group_rows):
             t = begin + u
             forward &= kind_T[t] & head_bit == 0 and tap_T4[t, 3] == first + u
-            backward &= kind_T[t] == 0 and target_T4[t, 0] == first + u - 3
+            inside &= kind_T[t] == 0
+            direct &= target_T4[t, 0] == first + u - 3
         if forward:
             forward_G[g] = first
-            if backward:
-                backward_G[g] = first
+            if inside:
+                backward_G[g] = first if direct else -2 - first

@@ -69,10 +69,28 @@ def _load_tap(x, x_stride, tap, i_t, o_d, m_d, j: tl.constexpr):
 
 
 @triton.jit
-def _load_row(x, x_stride, tap, i_t, o_d, m_d):
-    """Input of row ``i_t`` itself."""
-    i_x = tl.load(tap + i_t * 4 + 3).to(tl.int64)
-    return tl.load(x + i_x * x_stride + o_d, mask=m_d, other=0.0)
+def _load_any(x, x_stride, tap, kind, i_t, i_e, o_d, m_d, N: tl.constexpr):
+    """Bits and inputs of ``N`` rows from ``i_t`` on, of any chains: the rows, then taps 0 to 2 of heads among them.
+
+    All loads are on their way before the first is waited for. Rows from ``i_e`` on are zeros.
+    """
+    kinds = ()
+    index = ()
+    for u in tl.static_range(N):
+        m_t = i_t + u < i_e
+        kinds = kinds + (tl.load(kind + i_t + u, mask=m_t, other=0).to(tl.int32),)
+        for j in tl.static_range(4):
+            index = index + (tl.load(tap + (i_t + u) * 4 + j, mask=m_t, other=-1).to(tl.int64),)
+    rows = ()
+    taps = ()
+    for u in tl.static_range(N):
+        i_x = index[u * 4 + 3]
+        rows = rows + (tl.load(x + i_x * x_stride + o_d, mask=m_d & (i_x >= 0), other=0.0),)
+        for j in tl.static_range(3):
+            i_x = index[u * 4 + j]
+            m_x = m_d & (i_x >= 0) & ((kinds[u] & HEAD) != 0)
+            taps = taps + (tl.load(x + i_x * x_stride + o_d, mask=m_x, other=0.0),)
+    return kinds, rows, taps
 
 
 @triton.jit
@@ -95,6 +113,7 @@ def conv_forward(
     BT: tl.constexpr,
     BD: tl.constexpr,
     U: tl.constexpr,
+    ANY: tl.constexpr = 4,
 ):
     """``y[t] = silu(sum_j x[tap[t, j]] * weight[:, j])``; ``base`` is the first path row of a plain group, else -1."""
     ND: tl.constexpr = (D + BD - 1) // BD
@@ -130,21 +149,20 @@ def conv_forward(
                 x1 = x2
                 x2 = x3
         else:
-            # A row ahead.
-            b_x = _load_row(x, x_stride, tap, i_t, o_d, m_d)
-            for i_u in range(0, tl.minimum(i_e - i_t, U).to(tl.int32)):
-                i_r = i_t + i_u
-                x3 = b_x.to(tl.float32)
-                b_x = _load_row(x, x_stride, tap, tl.minimum(i_r + 1, i_e - 1), o_d, m_d)
-                if (tl.load(kind + i_r) & HEAD) != 0:
-                    x0 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 0)
-                    x1 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 1)
-                    x2 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 2)
-                a = _tap_sum(x0, x1, x2, x3, w0, w1, w2, w3)
-                tl.store(y + i_r * D + o_d, _silu(a).to(y.dtype.element_ty), mask=m_d)
-                x0 = x1
-                x1 = x2
-                x2 = x3
+            for i_u in range(0, tl.minimum(i_e - i_t, U).to(tl.int32), ANY):
+                kinds, rows, taps = _load_any(x, x_stride, tap, kind, i_t + i_u, i_e, o_d, m_d, ANY)
+                for u in tl.static_range(ANY):
+                    is_head = (kinds[u] & HEAD) != 0
+                    x0 = tl.where(is_head, taps[u * 3].to(tl.float32), x0)
+                    x1 = tl.where(is_head, taps[u * 3 + 1].to(tl.float32), x1)
+                    x2 = tl.where(is_head, taps[u * 3 + 2].to(tl.float32), x2)
+                    x3 = rows[u].to(tl.float32)
+                    a = _tap_sum(x0, x1, x2, x3, w0, w1, w2, w3)
+                    i_r = i_t + i_u + u
+                    tl.store(y + i_r * D + o_d, _silu(a).to(y.dtype.element_ty), mask=m_d & (i_r < i_e))
+                    x0 = x1
+                    x1 = x2
+                    x2 = x3
 
 
 @triton.jit
@@ -159,10 +177,57 @@ def _emit(dx, slots, target, i_t, j: tl.constexpr, b_d, D, o_d, m_d, OWNED):
 
 
 @triton.jit
+def _put(dx, slots, goal, b_d, D, o_d, m_d):
+    """:func:`_emit` of a goal that is known, without branches."""
+    i_o = goal.to(tl.int64)
+    tl.store(dx + i_o * D + o_d, b_d.to(dx.dtype.element_ty), mask=m_d & (i_o >= 0))
+    tl.store(slots + (-2 - i_o) * D + o_d, b_d, mask=m_d & (i_o < -1))
+
+
+@triton.jit
+def _load_goals(target, i_t, i_e, N: tl.constexpr):
+    """Where the sums go that ``N`` rows finish."""
+    goals = ()
+    for u in tl.static_range(N):
+        goals = goals + (tl.load(target + (i_t + u) * 4, mask=i_t + u < i_e, other=-1),)
+    return goals
+
+
+@triton.jit
+def _load_gradients(dy, i_t, i_e, D, o_d, m_d, N: tl.constexpr):
+    rows = ()
+    for u in tl.static_range(N):
+        rows = rows + (tl.load(dy + (i_t + u) * D + o_d, mask=m_d & (i_t + u < i_e), other=0.0),)
+    return rows
+
+
+@triton.jit
 def _silu_gradient(a, g):
     # Fused by hand: the compiler might do so in one place and not in another, and a row's bits would depend on which.
     r = _root_sigmoid(a)
     return g * (r * r * tl.fma(a, tl.fma(r * -1.0, r, 1.0), 1.0))
+
+
+@triton.jit
+def _row(x0, x1, x2, x3, dy, w0, w1, w2, w3, d0, d1, d2, dw0, dw1, dw2, dw3):
+    """Walk over one row: the sum it finishes, the sums of the next three taps, the sums of the weight gradient."""
+    g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), dy)
+    return (
+        tl.fma(g, w0, d0),
+        tl.fma(g, w1, d1),
+        tl.fma(g, w2, d2),
+        g * w3,
+        tl.fma(g, x0, dw0),
+        tl.fma(g, x1, dw1),
+        tl.fma(g, x2, dw2),
+        tl.fma(g, x3, dw3),
+    )
+
+
+@triton.jit
+def _first(i_x):
+    """First path row of a group, see ``base`` of :func:`conv_backward`."""
+    return tl.where(i_x >= 0, i_x, -2 - i_x)
 
 
 @triton.jit
@@ -195,11 +260,13 @@ def conv_backward(
     BD: tl.constexpr,
     U: tl.constexpr,
     AHEAD: tl.constexpr,
+    ANY: tl.constexpr = 4,
 ):
     """Gradient of the inputs, and each row block's share (W, D) of the weight gradient.
 
     A block's sums also need the rows after it that read its rows: up to three more rows of its last chain are computed
-    again. ``base`` is -1 unless the sums that a group finishes go to consecutive rows of ``dx``.
+    again. ``base`` is the first path row of a plain group whose finished sums go to consecutive rows of ``dx``; minus
+    two minus it if they go anywhere; -1 for any other group.
     """
     ND: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0)
@@ -229,8 +296,8 @@ def conv_backward(
     i_next = tl.load(base + i_b // U).to(tl.int64)
     if AHEAD:
         i_after = tl.load(base + tl.minimum(i_b // U + 1, i_last)).to(tl.int64)
-        nx = _rows(x, i_next, x_stride, o_d, m_d & (i_next >= 0), True, U)
-        ng = _rows(dy, i_b, D, o_d, m_d & (i_next >= 0), True, U)
+        nx = _rows(x, _first(i_next), x_stride, o_d, m_d & (i_next != -1), True, U)
+        ng = _rows(dy, i_b, D, o_d, m_d & (i_next != -1), True, U)
     for i_g in range(0, NG):
         i_t = i_b + i_g * U
         i_x = i_next
@@ -240,8 +307,8 @@ def conv_backward(
             i_after = tl.load(base + tl.minimum(i_t // U + 2, i_last)).to(tl.int64)
             xs = nx
             gs = ng
-            nx = _rows(x, i_next, x_stride, o_d, m_d & (i_next >= 0), i_g + 1 < NG, U)
-            ng = _rows(dy, i_t + U, D, o_d, m_d & (i_next >= 0), i_g + 1 < NG, U)
+            nx = _rows(x, _first(i_next), x_stride, o_d, m_d & (i_next != -1), i_g + 1 < NG, U)
+            ng = _rows(dy, i_t + U, D, o_d, m_d & (i_next != -1), i_g + 1 < NG, U)
         else:
             i_next = tl.load(base + i_t // U + 1).to(tl.int64)
         if i_x >= 0:
@@ -251,59 +318,60 @@ def conv_backward(
                 gs = _rows(dy, i_t, D, o_d, m_d, True, U)
             for u in tl.static_range(U):
                 x3 = xs[u].to(tl.float32)
-                g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), gs[u].to(tl.float32))
-                d0 = tl.fma(g, w0, d0)
+                done, d0, d1, d2, dw0, dw1, dw2, dw3 = _row(
+                    x0, x1, x2, x3, gs[u].to(tl.float32), w0, w1, w2, w3, d0, d1, d2, dw0, dw1, dw2, dw3
+                )
+                x0 = x1
+                x1 = x2
+                x2 = x3
                 if u < 3:
-                    tl.store(p_d + u * D, d0.to(dx.dtype.element_ty), mask=m_d & (i_t + u - 3 >= i_own))
+                    tl.store(p_d + u * D, done.to(dx.dtype.element_ty), mask=m_d & (i_t + u - 3 >= i_own))
                 else:
-                    tl.store(p_d + u * D, d0.to(dx.dtype.element_ty), mask=m_d)
-                d0 = tl.fma(g, w1, d1)
-                d1 = tl.fma(g, w2, d2)
-                d2 = g * w3
-                dw0 = tl.fma(g, x0, dw0)
-                dw1 = tl.fma(g, x1, dw1)
-                dw2 = tl.fma(g, x2, dw2)
-                dw3 = tl.fma(g, x3, dw3)
+                    tl.store(p_d + u * D, done.to(dx.dtype.element_ty), mask=m_d)
+        elif i_x < -1:
+            goals = _load_goals(target, i_t, i_e, U)
+            if AHEAD == 0:
+                xs = _rows(x, -2 - i_x, x_stride, o_d, m_d, True, U)
+                gs = _rows(dy, i_t, D, o_d, m_d, True, U)
+            for u in tl.static_range(U):
+                x3 = xs[u].to(tl.float32)
+                done, d0, d1, d2, dw0, dw1, dw2, dw3 = _row(
+                    x0, x1, x2, x3, gs[u].to(tl.float32), w0, w1, w2, w3, d0, d1, d2, dw0, dw1, dw2, dw3
+                )
                 x0 = x1
                 x1 = x2
                 x2 = x3
+                if u < 3:
+                    _put(dx, slots, goals[u], done, D, o_d, m_d & (i_t + u - 3 >= i_own))
+                else:
+                    _put(dx, slots, goals[u], done, D, o_d, m_d)
         else:
-            # A row ahead.
-            b_x = _load_row(x, x_stride, tap, i_t, o_d, m_d)
-            b_g = tl.load(dy + i_t * D + o_d, mask=m_d, other=0.0)
-            for i_u in range(0, tl.minimum(i_e - i_t, U).to(tl.int32)):
-                i_r = i_t + i_u
-                i_kind = tl.load(kind + i_r)
-                x3 = b_x.to(tl.float32)
-                g = b_g.to(tl.float32)
-                i_q = tl.minimum(i_r + 1, i_e - 1)
-                b_x = _load_row(x, x_stride, tap, i_q, o_d, m_d)
-                b_g = tl.load(dy + i_q * D + o_d, mask=m_d, other=0.0)
-                if (i_kind & HEAD) != 0:
-                    x0 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 0)
-                    x1 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 1)
-                    x2 = _load_tap(x, x_stride, tap, i_r, o_d, m_d, 2)
-                    d0 = tl.zeros([BD], dtype=tl.float32)
-                    d1 = tl.zeros([BD], dtype=tl.float32)
-                    d2 = tl.zeros([BD], dtype=tl.float32)
-                    i_own = i_b - 3
-                g = _silu_gradient(_tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), g)
-                d0 = tl.fma(g, w0, d0)
-                _emit(dx, slots, target, i_r, 0, d0, D, o_d, m_d, i_r - 3 >= i_own)
-                d0 = tl.fma(g, w1, d1)
-                d1 = tl.fma(g, w2, d2)
-                d2 = g * w3
-                if (i_kind & LAST) != 0:
-                    _emit(dx, slots, target, i_r, 1, d0, D, o_d, m_d, i_r - 2 >= i_own)
-                    _emit(dx, slots, target, i_r, 2, d1, D, o_d, m_d, i_r - 1 >= i_own)
-                    _emit(dx, slots, target, i_r, 3, d2, D, o_d, m_d, i_r >= i_own)
-                dw0 = tl.fma(g, x0, dw0)
-                dw1 = tl.fma(g, x1, dw1)
-                dw2 = tl.fma(g, x2, dw2)
-                dw3 = tl.fma(g, x3, dw3)
-                x0 = x1
-                x1 = x2
-                x2 = x3
+            for i_u in range(0, tl.minimum(i_e - i_t, U).to(tl.int32), ANY):
+                kinds, rows, taps = _load_any(x, x_stride, tap, kind, i_t + i_u, i_e, o_d, m_d, ANY)
+                ds = _load_gradients(dy, i_t + i_u, i_e, D, o_d, m_d, ANY)
+                goals = _load_goals(target, i_t + i_u, i_e, ANY)
+                for u in tl.static_range(ANY):
+                    i_r = i_t + i_u + u
+                    if (kinds[u] & HEAD) != 0:
+                        x0 = taps[u * 3].to(tl.float32)
+                        x1 = taps[u * 3 + 1].to(tl.float32)
+                        x2 = taps[u * 3 + 2].to(tl.float32)
+                        d0 = tl.zeros([BD], dtype=tl.float32)
+                        d1 = tl.zeros([BD], dtype=tl.float32)
+                        d2 = tl.zeros([BD], dtype=tl.float32)
+                        i_own = i_b - 3
+                    x3 = rows[u].to(tl.float32)
+                    done, d0, d1, d2, dw0, dw1, dw2, dw3 = _row(
+                        x0, x1, x2, x3, ds[u].to(tl.float32), w0, w1, w2, w3, d0, d1, d2, dw0, dw1, dw2, dw3
+                    )
+                    x0 = x1
+                    x1 = x2
+                    x2 = x3
+                    _put(dx, slots, goals[u], done, D, o_d, m_d & (i_r - 3 >= i_own))
+                    if (kinds[u] & LAST) != 0:
+                        _emit(dx, slots, target, i_r, 1, d0, D, o_d, m_d, i_r - 2 >= i_own)
+                        _emit(dx, slots, target, i_r, 2, d1, D, o_d, m_d, i_r - 1 >= i_own)
+                        _emit(dx, slots, target, i_r, 3, d2, D, o_d, m_d, i_r >= i_own)
     p_w = dw + i_n * W * D + o_d
     tl.store(p_w + (W - 1) * D, dw3, mask=m_d)
     if W > 1:

@@ -35,7 +35,8 @@ class ChainTables(NamedTuple):
     forward_G: Tensor
     """int32, one more than groups: first path row of a plain group, else -1."""
     backward_G: Tensor
-    """The same for the backward pass: the sums the group finishes belong to consecutive rows of ``dx`` as well."""
+    """The same for groups that also end no chain: the first path row where the sums they finish belong to consecutive
+    rows of ``dx``, -2 minus it where some go elsewhere."""
     target_T4: Tensor
     """int32: where the gradient sum of a tap goes: row of ``dx``, slot s as ``-2 - s``, -1 before the root."""
     join_row_J: Tensor
