@@ -62,7 +62,10 @@ def kda_separate_calls() -> dict[str, object]:
         layout = checks.layout_of(NODES, 32, mode)
         assert layout.num_rounds == rounds
         kda_checks.check_separate_calls(layout, setting, "slow")
-        result[f"launches of {mode}"] = kda_checks.check_launch_order(layout, setting)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+            result[f"launches of {mode}"] = kda_checks.check_launch_order(layout, setting)
+        ranges = {event.key for event in recorded.key_averages() if event.key.startswith("harts::")}
+        assert ranges == {f"harts::round{r}{end}" for r in range(rounds) for end in ("", "_backward")}, ranges
         sequences = packed_sequences(layout, "cpu")
         x = [t.detach().requires_grad_() for t in checks.kda_inputs(sequences.num_path_rows, setting, "slow", seed=1)]
         exact_x = [t.detach().double().requires_grad_() for t in x]

@@ -8,6 +8,7 @@ run round by round.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
@@ -63,6 +64,11 @@ class _Scans:
         """Work queued from now on runs after the scan. Every scan has to be waited for before the op returns."""
         if event is not None and self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(event)
+
+
+def _recorded(label: str) -> contextlib.AbstractContextManager[object]:
+    """Profiler range of a scan. Without a profiler there is none: entering one takes the host as long as a launch."""
+    return record_function(label) if torch.autograd._profiler_enabled() else contextlib.nullcontext()
 
 
 class _Part(NamedTuple):
@@ -178,7 +184,7 @@ class _Forward:
         """Round after round: fills ``v_new``, ``h`` and the exported rows of the pool."""
         s, t = self._s, self._t
         for i in part.rounds:
-            with record_function(f"harts::round{i}"):
+            with _recorded(f"harts::round{i}"):
                 state_scan_forward[(t.rounds[i].num_sequences * self._scan_programs,)](
                     s.kg,
                     s.w,
@@ -203,13 +209,7 @@ class _Forward:
 
 
 def run_backward(
-    inputs: list[Tensor],
-    grads: list[Tensor],
-    s: Saved,
-    do: Tensor | None,
-    dpool: Tensor,
-    t: Index,
-    lower_bound: float,
+    inputs: list[Tensor], grads: list[Tensor], s: Saved, do: Tensor | None, dpool: Tensor, t: Index, lower_bound: float
 ) -> Tensor:
     """Fill ``grads`` and ``dpool``; return the chunks' sums for ``dt_bias`` and ``A_log``."""
     kernels = _Backward(inputs, grads, s, do, dpool, t, lower_bound)
@@ -287,7 +287,7 @@ class _Backward:
         s, t, size = self._s, self._t, self._state_size
         for i in reversed(part.rounds):
             r = t.rounds[i]
-            with record_function(f"harts::round{i}_backward"):
+            with _recorded(f"harts::round{i}_backward"):
                 state_scan_backward[(r.num_sequences * self._H * (self._scan["V"] // self._scan["BV"]),)](
                     s.qg,
                     s.kg,

@@ -95,22 +95,7 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
         return cached
     if torch.compiler.is_compiling():
         raise ValueError("call prepare_tables(sequences) before the compiled region that runs kda_triton")
-    init = np.asarray(sequences.init_state_host, dtype=np.int64)
-    slot = np.full(init.size, -1, dtype=np.int64)
-    fan_row, fan_slot = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
-    fan_count, rounds, num_fans = [np.zeros(1, dtype=np.int64)], [], 0
-    for first, last in sequences.rounds:
-        starts = first + np.flatnonzero(init[first:last] >= 0)
-        slot[starts] = np.arange(starts.size)
-        # A stable sort keeps sequence order inside a pool row: the fixed order of the gradient sum.
-        order = np.argsort(init[starts], kind="stable")
-        rows, count = np.unique(init[starts], return_counts=True)
-        fan_row.append(rows)
-        fan_count.append(count)
-        fan_slot.append(slot[starts][order])
-        chunks = sequences.chunk_offset_host[first], sequences.chunk_offset_host[last]
-        rounds.append(Round(first, last - first, num_fans, rows.size, starts.size, chunks[0], chunks[1] - chunks[0]))
-        num_fans += rows.size
+    init, slot, rounds_R, fan_row, fan_ptr, fan_slot = _round_tables(sequences)
     packed_row, own_row, copy_slot, shared_row, shared_ptr = _slot_tables(sequences)
     device = sequences.device
     pieces: list[np.ndarray] = []
@@ -121,22 +106,22 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
         init,
         slot,
         np.asarray(sequences.export_row_host, dtype=np.int64),
-        np.concatenate(fan_row),
-        np.cumsum(np.concatenate(fan_count)),
-        np.concatenate(fan_slot),
+        fan_row,
+        fan_ptr,
+        fan_slot,
         shared_row,
         shared_ptr,
     ):
         pieces += [table, np.zeros(-table.size % _ALIGN, dtype=np.int64)]
     header = [
         sequences.num_sequences,
-        num_fans,
-        sum(r.num_starts for r in rounds),
+        fan_row.size,
+        fan_slot.size,
         shared_row.size,
         int(shared_ptr[-1]),
         int(sequences.separate_calls),
-        len(rounds),
-        *(value for r in rounds for value in r),
+        rounds_R.shape[0],
+        *rounds_R.reshape(-1).tolist(),
     ]
     tables = KDATables(
         to_device(np.concatenate(pieces), device),
@@ -147,6 +132,36 @@ def prepare_tables(sequences: PackedSequences) -> KDATables:
     )
     object.__setattr__(sequences, "_triton_tables", tables)
     return tables
+
+
+def _round_tables(sequences: PackedSequences) -> tuple[np.ndarray, ...]:
+    """``init_row_Q``, ``init_slot_Q``, a row for every ``Round``, ``fan_row_F``, ``fan_ptr_F1`` and ``fan_slot_M``."""
+    bounds_R2 = np.array(sequences.rounds, dtype=np.int64).reshape(-1, 2)
+    first_R, num_R = bounds_R2[:, 0], bounds_R2[:, 1] - bounds_R2[:, 0]
+    init = np.asarray(sequences.init_state_host, dtype=np.int64)
+    start_M = np.flatnonzero(init >= 0)
+    round_M = np.repeat(np.arange(num_R.size), num_R)[start_M]
+    starts_R = np.bincount(round_M, minlength=num_R.size)
+    slot = np.full(init.size, -1, dtype=np.int64)
+    slot[start_M] = np.arange(start_M.size) - (np.cumsum(starts_R) - starts_R)[round_M]
+    # Stable: the order of sequences inside a round and pool row is the fixed order of the gradient sum.
+    order = np.lexsort((init[start_M], round_M))
+    key_M2 = np.stack([round_M, init[start_M]], axis=1)[order]
+    fan_F = np.flatnonzero((np.diff(key_M2, axis=0, prepend=-1) != 0).any(axis=1))
+    fans_R = np.bincount(key_M2[fan_F, 0], minlength=num_R.size)
+    chunk_offset = np.asarray(sequences.chunk_offset_host, dtype=np.int64)
+    first_chunk_R = chunk_offset[first_R]
+    columns = Round(
+        first_sequence=first_R,
+        num_sequences=num_R,
+        first_fan=np.cumsum(fans_R) - fans_R,
+        num_fans=fans_R,
+        num_starts=starts_R,
+        first_chunk=first_chunk_R,
+        num_chunks=chunk_offset[bounds_R2[:, 1]] - first_chunk_R,
+    )
+    fan_ptr = np.append(fan_F, start_M.size)
+    return init, slot, np.stack(columns, axis=1), key_M2[fan_F, 1], fan_ptr, slot[start_M][order]
 
 
 def _slot_tables(sequences: PackedSequences) -> tuple[np.ndarray, ...]:
