@@ -26,27 +26,19 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.profiler import record_function
-from torchtitan.distributed import ParallelDims
-from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.tools.utils import device_type, set_default_dtype
+from torchtitan.tools.utils import device_type
 
 from harts_titan.data import RolloutBatch, apply_overlong, check_vocabulary, token_aligned
+from harts_titan.models.building import build_model, build_optimizers, data_parallel_dims
 from harts_titan.models.common.router_losses import update_expert_bias
-from harts_titan.models.train_specs import hugging_face_format, model_args_of, plan_cost_of
+from harts_titan.models.train_specs import hugging_face_format, plan_cost_of
 from harts_titan.ops import OpsBackends
-from harts_titan.parallel.checkpoint import load_checkpoint
 from harts_titan.parallel.clipping import clip_gradients, gradient_norm
 from harts_titan.planning import StepPlanner
 from harts_titan.preparation import MiniBatch, StepPreparation, columns_of
-from harts_titan.rl import (
-    Metric,
-    all_reduce_metrics,
-    build_objective,
-    merge_metrics,
-    metric_values,
-    metrics_on_host,
-)
+from harts_titan.rl import Metric, all_reduce_metrics, build_objective, metrics_on_host
 from harts_titan.step import Step, StepResult, StepRunner, figure
+from harts_titan.update_metrics import expert_load, means_over_steps, plan_figures
 
 logger = logging.getLogger(__name__)
 
@@ -137,38 +129,16 @@ class Engine:
         """
         if config.experimental.custom_import:
             importlib.import_module(config.experimental.custom_import)
-        spec = get_train_spec(config.model.name)
         if dtype:
             config = copy.deepcopy(config)
             config.training.dtype = config.training.mixed_precision_param = dtype
-        if hf_dir:
-            model_args = hugging_face_format(config.model.name).read_args(Path(hf_dir) / "config.json")
-        else:
-            model_args = copy.deepcopy(model_args_of(config))
-        model_args.update_from_config(config)
-        distributed = dist.is_available() and dist.is_initialized()
-        world = dist.get_world_size() if distributed else 1
-        dims = ParallelDims(dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world)
-        if config.debug.seed is not None:
-            torch.manual_seed(config.debug.seed)
+        dims = data_parallel_dims()
         device = (
             torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
         )
-        with torch.device("meta"), set_default_dtype(getattr(torch, config.training.dtype)):
-            model: Any = spec.model_cls(model_args)
-        model = spec.parallelize_fn(model, dims, config)
-        model.to_empty(device=device)
-        with torch.no_grad():
-            model.init_weights(buffer_device=None)
-        model.train()
-        if hf_dir:
-            hugging_face_format(config.model.name).load(model, model_args, hf_dir)
-        if checkpoint:
-            load_checkpoint(model, checkpoint)
-        optimizers = schedulers = None
-        if with_optimizer:
-            optimizers = spec.build_optimizers_fn([model], config.optimizer, dims)
-            schedulers = spec.build_lr_schedulers_fn(optimizers, config.lr_scheduler, config.training.steps)
+        model = build_model(config, dims, device, hf_dir=hf_dir, checkpoint=checkpoint)
+        optimizers, schedulers = build_optimizers(model, config, dims) if with_optimizer else (None, None)
+        distributed = dist.is_available() and dist.is_initialized()
         return cls(
             model,
             config,
@@ -176,7 +146,7 @@ class Engine:
             optimizers=optimizers,
             lr_schedulers=schedulers,
             dp_rank=dist.get_rank() if distributed else 0,
-            dp_degree=world,
+            dp_degree=dims.world_size,
             dp_group=dist.group.WORLD if distributed else None,
         )
 
@@ -215,12 +185,10 @@ class Engine:
                 parts.append(self._optimizer_step(step))
         if self.lr_schedulers is not None:
             self.lr_schedulers.step()
-        num_steps = len(parts)
-        values = metric_values(merge_metrics(parts))
-        for name in ("loss", "policy_loss", "router/z_loss", "router/load_balance_loss"):
-            if name in values:
-                values[name] /= num_steps
-        return values | self._plan_figures(steps)
+        epochs = self.config.rl.epochs
+        had_old = "old_logprobs" in columns_of(steps[0].batch)
+        passes = epochs + (not had_old and "old_logprob" in self.objective.needs)
+        return means_over_steps(parts) | plan_figures(steps, epochs=epochs, passes=passes)
 
     def plan_ahead(self, batch: RolloutBatch) -> None:
         """Start planning the batch of a coming update while this process goes on.
@@ -376,12 +344,7 @@ class Engine:
             dist.all_reduce(counts_LE, group=self.dp_group)
         if self.config.moe.expert_bias_rate > 0:
             update_expert_bias(self.model.expert_biases(), counts_LE, rate=self.config.moe.expert_bias_rate)
-        counts_LE = counts_LE.double()
-        load_L = counts_LE.amax(dim=1) / counts_LE.mean(dim=1)
-        return {
-            "router/expert_load_max": figure("max", load_L.max()),
-            "router/expert_load_mean_of_max": figure("mean", load_L.mean()),
-        }
+        return expert_load(counts_LE)
 
     def _check_finite(self, step: Step, result: StepResult, metrics: dict[str, Metric]) -> None:
         loss, grad_norm = metrics["loss"].result(), metrics["grad_norm"].result()
@@ -409,27 +372,6 @@ class Engine:
         on_device = logprob_S.to(self.device)
         dist.all_reduce(on_device, group=self.dp_group)
         return on_device.cpu()
-
-    def _plan_figures(self, steps: list[Step]) -> dict[str, float]:
-        stats = [step.plan.stats for step in steps]
-        epochs = self.config.rl.epochs
-        had_old = "old_logprobs" in columns_of(steps[0].batch)
-        passes = epochs + (not had_old and "old_logprob" in self.objective.needs)
-        original = sum(s.original_tokens for s in stats)
-        compact = sum(s.compact_tokens for s in stats)
-        return {
-            "tokens/original": float(original * epochs),
-            "tokens/compact": float(compact * epochs),
-            "tokens/executed": float(sum(s.executed_rows for s in stats) * passes),
-            "tokens/replayed": float(sum(s.replay_tokens for s in stats) * passes),
-            "plan/compression": original / max(compact, 1),
-            "plan/seconds": sum(sum(s.seconds.values()) for s in stats),
-            "plan/wait_seconds": sum(step.plan_wait_seconds for step in steps),
-            "plan/rounds_max": float(max(s.rounds_max for s in stats)),
-            "plan/slots": float(sum(s.num_slots for s in stats)),
-            "data/dropped": float(steps[0].batch.num_dropped),
-            "data/truncated": float(steps[0].batch.num_truncated),
-        }
 
 
 def _episodes(batch: RolloutBatch, bad_S: Tensor) -> list[str]:
