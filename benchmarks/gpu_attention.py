@@ -1,7 +1,7 @@
 """Check and time ancestor attention on five trees; writes ``gpu_attention.json`` to a folder.
 
     python benchmarks/gpu_attention.py OUT                        # one Hopper GPU, about 100 s
-    python benchmarks/gpu_attention.py OUT --sections numerics,edges,trees,variants,index_list,sweep,flex
+    python benchmarks/gpu_attention.py OUT --sections numerics,edges,lists,trees,variants,index_list,sweep,flex
     TRITON_INTERPRET=1 python benchmarks/gpu_attention.py OUT --dry-run      # every line that needs no GPU, tiny sizes
 
 16 heads, K = 192, V = 128, bfloat16. TFLOP/s count visible pairs only, a backward pass as 2.5 forward ones. Trees:
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from gpu_timing import DEVICE, DRY, Report, gemm_rate, line, median_ms, rate, run_sections
@@ -44,6 +45,7 @@ H, K, V = (2, 48, 32) if DRY else (16, 192, 128)
 SCALE = K**-0.5
 SETTING = checks.Setting(DEVICE, DTYPE, num_heads=H, key_dim=K, value_dim=V)
 SAMPLED_ROWS = 4 if DRY else 24
+BUILDS = 25
 Attention = Callable[..., Tensor]
 
 
@@ -293,28 +295,44 @@ def edges() -> Report:
 
 
 def build_ms(tree: Tree) -> Report:
-    """Host time of a microbatch's block lists, the queued copy included."""
+    """Host time of a microbatch's block lists, the queued copy included; the first one also allocates pinned memory."""
 
     def times(build: Callable[[TreeMask], object]) -> Report:
         taken = []
-        for _ in range(7):
+        for _ in range(BUILDS + 1):
             mask = tree_mask(tree.layout, DEVICE)
+            if not DRY:
+                # As in a step, whose copies of the microbatch before are long done.
+                torch.cuda.synchronize()
             begin = time.perf_counter()
             build(mask)
             taken.append((time.perf_counter() - begin) * 1e3)
-        return {"first": taken[0], "median": sorted(taken)[3], "min": min(taken)}
+        return {"first": taken[0], "median": median(taken[1:]), "min": min(taken[1:]), "max": max(taken[1:])}
 
     blocks = triton_op.configuration(DTYPE)
     key = blocks.key_gradients.block_kv
+
+    def fa4_lists(mask: TreeMask) -> tuple[Tensor, Tensor]:
+        # What ``fa4.prepare_tables`` does, which is importable on a GPU only.
+        lists = packed_lists(mask, by_query=(128, 128), by_key=(128, 96))
+        return lists, mask.tin_Y.long() << 32 | (mask.tout_Y - mask.tin_Y).long()
+
     return {
-        "fa4": times(
-            lambda m: (
-                packed_lists(m, by_query=(128, 128), by_key=(128, 96)),
-                m.tin_Y.long() << 32 | (m.tout_Y - m.tin_Y).long(),
-            )
-        ),
+        "repeats": BUILDS,
+        "fa4": times(fa4_lists),
         "index_list": times(lambda m: path_tables(m, blocks.forward.block_q, blocks.forward.block_kv, key)),
     }
+
+
+def time_lists() -> Report:
+    """Host time of the block lists alone, for every tree."""
+    report: Report = {}
+    for name, tree in trees().items():
+        report[name] = {"tree": tree.describe(), "build_ms": build_ms(tree)}
+        for backend in ("fa4", "index_list"):
+            entry = report[name]["build_ms"][backend]
+            print(f"{name} {backend} " + "  ".join(f"{key} {value:.3f} ms" for key, value in entry.items()), flush=True)
+    return report
 
 
 def timed(
@@ -556,6 +574,7 @@ def flex() -> Report:
 SECTIONS: dict[str, Callable[[], Report]] = {
     "numerics": numerics,
     "edges": edges,
+    "lists": time_lists,
     "trees": time_trees,
     "variants": variants,
     "index_list": index_list,

@@ -44,16 +44,108 @@ def join_segments(order_V, parent_V, length_V, row_V, attach_V, top_V, above_V, 
 
 
 @kernel
-def _cover(begin, end, kv_block, covered_N):
-    """Add twice the rows of [begin, end), which a whole piece sees, to the key blocks they lie in."""
+def _touch(block, amount, query_block, step_N, stamp_N, touched_N, count):
+    """Add to the step at a key block; list the touched ones of this query block from the last to the first."""
+    if stamp_N[block] != query_block:
+        stamp_N[block] = query_block
+        step_N[block] = 0
+        at = count
+        # Most come in falling order.
+        while at > 0 and touched_N[at - 1] < block:
+            touched_N[at] = touched_N[at - 1]
+            at -= 1
+        touched_N[at] = block
+        count += 1
+    step_N[block] += amount
+    return count
+
+
+@kernel
+def _cover(begin, end, kv_block, weight, query_block, step_N, stamp_N, touched_N, count):
+    """Add the rows of [begin, end), which a whole piece sees, to the key blocks they lie in."""
     first, last = begin // kv_block, (end - 1) // kv_block
     if first == last:
-        covered_N[first] += 2 * (end - begin)
-        return
-    covered_N[first] += 2 * ((first + 1) * kv_block - begin)
-    for j in range(first + 1, last):
-        covered_N[j] += 2 * kv_block
-    covered_N[last] += 2 * (end - last * kv_block)
+        rows = weight * (end - begin)
+        count = _touch(first + 1, -rows, query_block, step_N, stamp_N, touched_N, count)
+        return _touch(first, rows, query_block, step_N, stamp_N, touched_N, count)
+    whole = weight * kv_block
+    at_first, at_last = weight * ((first + 1) * kv_block - begin), weight * (end - last * kv_block)
+    count = _touch(last + 1, -at_last, query_block, step_N, stamp_N, touched_N, count)
+    count = _touch(last, at_last - whole, query_block, step_N, stamp_N, touched_N, count)
+    count = _touch(first + 1, whole - at_first, query_block, step_N, stamp_N, touched_N, count)
+    return _touch(first, at_first, query_block, step_N, stamp_N, touched_N, count)
+
+
+@kernel
+def _cover_external(number, tin_Y, tout_Y, first_B, kv_block, weight, query_block, step_N, stamp_N, touched_N, count):
+    """The same for the external rows on the path of the one with depth-first number ``number``."""
+    for b in range(first_B.size - 1):
+        first = first_B[b]
+        if tin_Y[first] <= number < tout_Y[first]:
+            last = min(first_B[b + 1], first + number - tin_Y[first] + 1)
+            count = _cover(first, last, kv_block, weight, query_block, step_N, stamp_N, touched_N, count)
+    return count
+
+
+@kernel
+def _stretches(whole, step_N, touched_N, count, block_S, kind_S):
+    """Stretches of key blocks of one kind (0 not visible, 1 partly, 2 wholly): first blocks and kinds; their number."""
+    covered, kind, stretches = 0, 0, 0
+    for i in range(count - 1, -1, -1):
+        block = touched_N[i]
+        covered += step_N[block]
+        now = 0 if covered == 0 else 2 if covered == whole else 1
+        if now != kind:
+            block_S[stretches], kind_S[stretches] = block, now
+            kind = now
+            stretches += 1
+    return stretches
+
+
+@kernel
+def _extend(count_Q, list_QN, i, begin, end):
+    """Append begin, ..., end - 1 to list ``i``."""
+    at = count_Q[i]
+    for j in range(end - begin):
+        list_QN[i, at + j] = begin + j
+    count_Q[i] = at + end - begin
+
+
+@kernel
+def _turn(
+    query_block,
+    before_S,
+    kind_before_S,
+    num_before,
+    block_S,
+    kind_S,
+    num_now,
+    since_N,
+    partial_count_N,
+    partial_NQ,
+    full_count_N,
+    full_NQ,
+):
+    """Key blocks whose kind differs from that for the query block before: close their runs of query blocks."""
+    b, n, block, kind, now = 0, 0, 0, 0, 0
+    while b < num_before or n < num_now:
+        end = block_S[n] if n < num_now else before_S[b]
+        if b < num_before:
+            end = min(end, before_S[b])
+        if kind != now:
+            for j in range(block, end):
+                if kind == 1:
+                    _extend(partial_count_N, partial_NQ, j, since_N[j], query_block)
+                elif kind == 2:
+                    _extend(full_count_N, full_NQ, j, since_N[j], query_block)
+                since_N[j] = query_block
+        block = end
+        if b < num_before and before_S[b] == end:
+            kind = kind_before_S[b]
+            b += 1
+        if n < num_now and block_S[n] == end:
+            now = kind_S[n]
+            n += 1
 
 
 @kernel
@@ -70,7 +162,7 @@ def list_blocks(
     num_external_rows,
     q_block,
     kv_block,
-    covered_N,
+    work_8N,
     by_query,
     by_key,
     partial_count_Q,
@@ -86,70 +178,84 @@ def list_blocks(
 
     A piece is the part of one segment inside a query block. Its ancestors are whole stretches of rows, visible to all
     of it; inside its own segment the rows up to its first one are, later ones only in part. A key block is wholly
-    visible iff every piece sees all its rows. Lists are ascending. Counts must be zero on entry by key; ``order_V``
-    are the segments by row; ``first_B`` ends with X.
+    visible iff every piece sees all its rows. Both are the same in long stretches of key blocks, and for many query
+    blocks in a row, so lists are written run by run. They are ascending. Counts must be zero on entry; ``order_V``
+    are the segments by row; ``first_B`` ends with X; ``work_8N`` holds -1, two more numbers a row than key blocks.
     """
     X = num_external_rows
     T = tin_Y.size - X
-    covered_N[:] = 0
-    at = 0
+    step_N, stamp_N, touched_N, since_N = work_8N[0], work_8N[1], work_8N[2], work_8N[3]
+    before_S, kind_before_S, block_S, kind_S = work_8N[4], work_8N[5], work_8N[6], work_8N[7]
+    # A block that rows behind the first of a piece see only in part has a number that no whole block has.
+    weight = q_block + 1
+    at, num_before = 0, 0
     for i in range(-(-T // q_block)):
         row, stop = i * q_block, min((i + 1) * q_block, T)
-        pieces, lowest, highest = 0, covered_N.size, -1
+        pieces, count = 0, 0
         while row < stop:
             while at < order_V.size and row_V[order_V[at]] + length_V[order_V[at]] <= row:
                 at += 1
             v = order_V[at]
             end = min(row_V[v] + length_V[v], stop)
             pieces += 1
-            highest = max(highest, (X + end - 1) // kv_block)
-            # Rows behind the first of the piece are seen by its later rows only: an odd number is never a whole block.
             if end > row + 1:
-                for j in range((X + row + 1) // kv_block, (X + end - 1) // kv_block + 1):
-                    covered_N[j] |= 1
+                last = (X + end - 1) // kv_block
+                count = _touch(last + 1, -1, i, step_N, stamp_N, touched_N, count)
+                count = _touch((X + row + 1) // kv_block, 1, i, step_N, stamp_N, touched_N, count)
             begin, until = top_V[v], row + 1
             while True:
-                _cover(X + begin, X + until, kv_block, covered_N)
-                lowest = min(lowest, (X + begin) // kv_block)
-                highest = max(highest, (X + until - 1) // kv_block)
+                count = _cover(X + begin, X + until, kv_block, weight, i, step_N, stamp_N, touched_N, count)
                 if above_V[v] < 0:
                     break
                 v = above_V[v]
                 begin, until = top_V[v], row_V[v] + length_V[v]
             if hang_V[v] >= 0:
                 number = tin_Y[hang_V[v]]
-                for b in range(first_B.size - 1):
-                    first = first_B[b]
-                    if tin_Y[first] <= number < tout_Y[first]:
-                        last = min(first_B[b + 1], first + number - tin_Y[first] + 1)
-                        _cover(first, last, kv_block, covered_N)
-                        lowest = min(lowest, first // kv_block)
-                        highest = max(highest, (last - 1) // kv_block)
+                count = _cover_external(
+                    number, tin_Y, tout_Y, first_B, kv_block, weight, i, step_N, stamp_N, touched_N, count
+                )
             row = end
         # Kernels skip the bounds check in full blocks, so an incomplete block of queries or keys is never one.
-        whole = 2 * pieces * kv_block if (i + 1) * q_block <= T else -1
-        partial, full = 0, 0
-        for j in range(lowest, highest + 1):
-            covered = covered_N[j]
-            if covered == 0:
-                continue
-            covered_N[j] = 0
-            if covered == whole:
-                if by_query:
-                    full_QN[i, full] = j
-                if by_key:
-                    full_NQ[j, full_count_N[j]] = i
-                    full_count_N[j] += 1
-                full += 1
-            else:
-                if by_query:
-                    partial_QN[i, partial] = j
-                if by_key:
-                    partial_NQ[j, partial_count_N[j]] = i
-                    partial_count_N[j] += 1
-                partial += 1
+        whole = weight * pieces * kv_block if (i + 1) * q_block <= T else -1
+        num_now = _stretches(whole, step_N, touched_N, count, block_S, kind_S)
         if by_query:
-            partial_count_Q[i], full_count_Q[i] = partial, full
+            for s in range(num_now - 1):
+                if kind_S[s] == 1:
+                    _extend(partial_count_Q, partial_QN, i, block_S[s], block_S[s + 1])
+                elif kind_S[s] == 2:
+                    _extend(full_count_Q, full_QN, i, block_S[s], block_S[s + 1])
+        if by_key:
+            _turn(
+                i,
+                before_S,
+                kind_before_S,
+                num_before,
+                block_S,
+                kind_S,
+                num_now,
+                since_N,
+                partial_count_N,
+                partial_NQ,
+                full_count_N,
+                full_NQ,
+            )
+            before_S, kind_before_S, block_S, kind_S = block_S, kind_S, before_S, kind_before_S
+            num_before = num_now
+    if by_key:
+        _turn(
+            -(-T // q_block),
+            before_S,
+            kind_before_S,
+            num_before,
+            block_S,
+            kind_S,
+            0,
+            since_N,
+            partial_count_N,
+            partial_NQ,
+            full_count_N,
+            full_NQ,
+        )
 
 
 @kernel

@@ -271,8 +271,9 @@ def packed_lists(
     buffer = torch.empty(cut + packed_size(*second), dtype=torch.int32, pin_memory=mask.device.type == "cuda")
     query_lists = [x[0, 0].numpy() for x in list_views(buffer[:cut], *first)]
     key_lists = [x[0, 0].numpy() for x in list_views(buffer[cut:], *second)]
-    key_lists[0][:] = 0
-    key_lists[2][:] = 0
+    for lists in (query_lists, key_lists):
+        lists[0][:] = 0
+        lists[2][:] = 0
     for size in dict.fromkeys(wanted):
         _list(mask._host, size, query_lists if size == by_query else None, key_lists if size == by_key else None)
     return buffer.to(mask.device, non_blocking=True)
@@ -303,7 +304,7 @@ def _list(host: _HostMask, size: tuple[int, int], by_query: _Lists | None, by_ke
         joined.external,
         host.num_external_rows,
         *size,
-        np.empty(num_kv, np.int64),
+        np.full((8, num_kv + 2), -1),
         by_query is not None,
         by_key is not None,
         *(by_query or _NO_LISTS),
