@@ -2,8 +2,9 @@
 
     python benchmarks/store_tree.py STEP.npz benchmarks/data/treestep_65536.npz --dp 8 --microbatch 3
 
-STEP.npz has the step's tokens and offsets, as harts-plan reads them. The microbatch is what replica 0 runs in a slot of
-the step's plan without windows.
+STEP.npz has the step's tokens and offsets, as harts-plan reads them. Where it says with node_start where nodes of the
+rollout tree begin, the stored tree does so too. The microbatch is what replica 0 runs in a slot of the step's plan
+without windows.
 """
 
 from __future__ import annotations
@@ -26,12 +27,14 @@ def main() -> int:
     args = parser.parse_args()
     options = SimpleNamespace(tree=None, rollouts=args.step, limit=None, dp=args.dp, microbatch=args.microbatch)
     config = SimpleNamespace(tree=SimpleNamespace(max_tokens=args.capacity, chunk_size=64))
-    batch = load_workload(options, config, vocab_size=2**31 - 1).batch
-    length_N, lcp_N = tree_of(batch.tokens, batch.offsets)
-    write_tree(args.out, length_N, lcp_N)
-    rows = int((length_N - lcp_N).sum())
-    total = int(length_N.sum())
-    print(f"{args.out}: {len(length_N)} trajectories, {total} tokens, {rows} rows, {total / rows:.3f}x")
+    workload = load_workload(options, config, vocab_size=2**31 - 1)
+    batch = workload.batch
+    tree = tree_of(batch.tokens, batch.offsets, batch.node_start)
+    write_tree(args.out, tree)
+    rows = int((tree.length_N - tree.lcp_N).sum())
+    total = int(tree.length_N.sum())
+    nodes = "no nodes named" if workload.nodes is None else f"{workload.nodes} nodes"
+    print(f"{args.out}: {len(tree.length_N)} trajectories, {total} tokens, {rows} rows, {total / rows:.3f}x, {nodes}")
     return 0
 
 

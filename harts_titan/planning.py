@@ -50,7 +50,7 @@ def make_plan(tokens: np.ndarray, offsets: np.ndarray, *, validate: bool = False
     plan = plan_step(tokens, offsets, **options)
     _check_equal_calls(plan, np.diff(offsets), reverse=options.get("reverse", False))
     if validate:
-        plan.validate(tokens, offsets)
+        plan.validate(tokens, offsets, options.get("node_start"))
     return plan
 
 

@@ -83,7 +83,8 @@ class StepPreparation:
         for idx in self._split(batch):
             part = batch.select(idx)
             picked_S = None if advantage_S is None else self._pick(batch, advantage_S, idx)
-            pending = None if planner is None else planner.submit(part.tokens, part.offsets, **self._plan_options())
+            options = self._plan_options(part)
+            pending = None if planner is None else planner.submit(part.tokens, part.offsets, **options)
             parts.append(MiniBatch(part, picked_S, pending))
         return parts
 
@@ -125,9 +126,9 @@ class StepPreparation:
 
     def plan(self, batch: RolloutBatch, **plan_options: Any) -> StepPlan:
         """Plan one optimizer step here and now; options as :func:`harts_titan.planning.make_plan` takes them."""
-        return make_plan(batch.tokens, batch.offsets, **(self._plan_options() | plan_options))
+        return make_plan(batch.tokens, batch.offsets, **(self._plan_options(batch) | plan_options))
 
-    def _plan_options(self) -> dict[str, Any]:
+    def _plan_options(self, batch: RolloutBatch) -> dict[str, Any]:
         tree = self.config.tree
         return {
             "capacity": tree.max_tokens,
@@ -139,6 +140,7 @@ class StepPreparation:
             "num_taps": self.num_taps,
             "validate": tree.validate,
             "cost": self.plan_cost,
+            "node_start": batch.node_start,
         }
 
     def _advantages(self, batch: RolloutBatch) -> np.ndarray | None:

@@ -59,7 +59,7 @@ def _calls_of(batch: Any, mode: str, config: Any, args: LingArgs, device: torch.
     tree = config.tree
     plan = plan_step(
         batch.tokens, batch.offsets, capacity=tree.max_tokens, chunk_size=tree.chunk_size, mode=mode,
-        num_taps=args.num_taps,
+        num_taps=args.num_taps, node_start=batch.node_start,
     )  # fmt: skip
     calls = [call for consumer in plan.consumers() for call in consumer.calls]
     backends = OpsBackends(**vars(config.ops))

@@ -50,7 +50,9 @@ class Settings:
     ortools_first: bool
     validate: bool
 
-    def plan(self, tokens: np.ndarray, offsets: np.ndarray) -> tuple[StepPlan, OrtoolsResult | None]:
+    def plan(
+        self, tokens: np.ndarray, offsets: np.ndarray, node_start: np.ndarray | None = None
+    ) -> tuple[StepPlan, OrtoolsResult | None]:
         """Plan a step; rows are laid out for replica 0 alone, as one rank does it, or for all if it is validated.
 
         Returns:
@@ -87,6 +89,7 @@ class Settings:
             max_live_producers=self.max_live_producers,
             cost=self.cost,
             replicas=None if self.validate else (0,),
+            node_start=node_start,
         )
         return plan, results[0] if results else None
 
@@ -315,7 +318,7 @@ def _one_step(
     path: str, options: argparse.Namespace, settings: Settings, *, picture: str | None
 ) -> tuple[dict[str, Any], StepPlan]:
     start = time.perf_counter()
-    tokens, offsets, lost = read_step(
+    tokens, offsets, node_start, lost = read_step(
         path,
         capacity=settings.capacity,
         dp_degree=settings.dp_degree,
@@ -327,12 +330,12 @@ def _one_step(
     tokens = frozen(tokens)
     ready = time.perf_counter()
     try:
-        plan, baseline = settings.plan(tokens, offsets)
+        plan, baseline = settings.plan(tokens, offsets, node_start)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     done = time.perf_counter()
     if settings.validate:
-        plan.validate(tokens, offsets)
+        plan.validate(tokens, offsets, node_start)
     figures = step_figures(
         plan.stats,
         trajectories=len(offsets) - 1,

@@ -16,6 +16,7 @@ import numpy as np
 
 from harts_titan.data import OverlongCounts, apply_overlong, read_rollouts
 from harts_titan.data.files import resolve_files
+from harts_titan.tree import check_node_start
 
 _PIECE = 1 << 20
 """Entries read at once: what reading needs besides the array itself."""
@@ -25,11 +26,11 @@ _LARGEST_ID = np.iinfo(np.int32).max
 
 def read_step(
     path: str, *, capacity: int, dp_degree: int, overlong: str = "error", scheme: str = "tree", limit: int = 0
-) -> tuple[np.ndarray, np.ndarray, OverlongCounts]:
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, OverlongCounts]:
     """Read one step's trajectories and refuse what cannot be planned.
 
     Args:
-        path: rollout file, or ``.npz`` with ``tokens`` and ``offsets``.
+        path: rollout file, or ``.npz`` with ``tokens`` and ``offsets``, and ``node_start`` where nodes are named.
         capacity: rows a microbatch may have; no trajectory may be longer.
         dp_degree: replicas; each needs a trajectory.
         overlong: what happens to longer trajectories of rollout files.
@@ -37,7 +38,8 @@ def read_step(
         limit: read only the first so many trajectories, 0 for all.
 
     Returns:
-        int32 (S,) tokens, one trajectory after another; int64 (N+1,) offsets; what ``overlong`` left out or cut.
+        int32 (S,) tokens, one trajectory after another; int64 (N+1,) offsets; int64 (M,) ascending positions where
+        nodes of the rollout tree begin, None if the file names none; what ``overlong`` left out or cut.
 
     Raises:
         ValueError: Naming the file and the field.
@@ -45,6 +47,7 @@ def read_step(
     lost = OverlongCounts()
     if is_npz(path):
         tokens, offsets = read_npz(path, limit=limit)
+        node_start = read_node_start(path, tokens.size)
         length_N = np.diff(offsets)
         if length_N.max() > capacity:
             i = int(length_N.argmax())
@@ -55,13 +58,13 @@ def read_step(
     else:
         batch = read_rollouts(path, scheme=scheme, limit=limit, hint=_HINT)
         batch, lost = apply_overlong(batch, capacity, overlong, capacity_name="--capacity", policy_name="--overlong")
-        tokens, offsets = batch.tokens, batch.offsets
+        tokens, offsets, node_start = batch.tokens, batch.offsets, batch.node_start
     if len(offsets) - 1 < dp_degree:
         raise ValueError(
             f"{path}: {len(offsets) - 1} trajectories cannot give each of {dp_degree} replicas one; lower --dp or put "
             "more trajectories into the step"
         )
-    return tokens, offsets, lost
+    return tokens, offsets, node_start, lost
 
 
 def is_npz(path: str) -> bool:
@@ -121,6 +124,33 @@ def read_npz(path: str, *, limit: int = 0) -> tuple[np.ndarray, np.ndarray]:
     except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
         raise ValueError(f"{path}: no readable .npz file: {error}") from error
     return tokens, offsets
+
+
+def read_node_start(path: str, num_tokens: int) -> np.ndarray | None:
+    """Read where nodes of the rollout tree begin: ``node_start`` of an ``.npz`` file, None if it has none.
+
+    Args:
+        path: the file.
+        num_tokens: tokens that were read; positions behind them are left out.
+
+    Raises:
+        ValueError: Naming the file and the field.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if not {"node_start", "node_start.npy"} & set(archive.namelist()):
+                return None
+            with _member(archive, path, "tokens") as (_, _, size):
+                pass
+            with _member(archive, path, "node_start") as (stream, dtype, count):
+                pieces = [piece for _, piece in _pieces(stream, dtype, count, path, "node_start")]
+    except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError) as error:
+        raise ValueError(f"{path}: no readable .npz file: {error}") from error
+    try:
+        node_start = check_node_start(np.concatenate([np.zeros(0, dtype), *pieces]), size)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return node_start[node_start < num_tokens]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import numpy as np
 
 from harts_titan.data.problems import Problems
 from harts_titan.ops.logprob import IGNORED_LABEL
+from harts_titan.tree import check_node_start
 
 LOGPROB_FIELDS = ("logprobs", "old_logprobs", "ref_logprobs")
 TOKEN_FIELDS = (*LOGPROB_FIELDS, "advantages", "weights")
@@ -96,6 +97,9 @@ class RolloutBatch:
     """int64 (N,): step within the episode; -1 = none."""
     location: list[str] = None  # type: ignore[assignment]
     """(N,): where the trajectory came from ("FILE:row 12"), for messages."""
+    node_start: np.ndarray | None = None
+    """int64 (any,): ascending flat positions where a node of the rollout tree begins, see
+    :func:`harts_titan.tree.plan_step`; None = not known."""
     original_id: np.ndarray | None = None
     """int64 (ids,): the id each dense id stands for, when the ids were densified; see ``densify_ids``."""
     num_dropped: int = 0
@@ -126,6 +130,8 @@ class RolloutBatch:
         set_field(self, "location", default)
         self._check_lengths()
         self._check_values()
+        if self.node_start is not None:
+            set_field(self, "node_start", check_node_start(self.node_start, self.num_positions))
 
     @classmethod
     def from_lists(cls, tokens: Sequence[Any], loss_mask: Sequence[Any], **fields: Any) -> RolloutBatch:
@@ -228,6 +234,7 @@ class RolloutBatch:
             step=self.step[chosen_N],
             episode_id=[self.episode_id[n] for n in chosen_N],
             location=[self.location[n] for n in chosen_N],
+            node_start=None if self.node_start is None else np.flatnonzero(np.isin(source_S, self.node_start)),
             **per_token,
         )
 
@@ -249,7 +256,7 @@ class RolloutBatch:
             raise ValueError("concat needs at least one batch")
         first = batches[0]
         flat: dict[str, Any] = {}
-        for name in ("tokens", "loss_mask", *TOKEN_FIELDS):
+        for name in ("tokens", "loss_mask", "node_start", *TOKEN_FIELDS):
             missing = next((b for b in batches if getattr(b, name) is None), None)
             present = next((b for b in batches if getattr(b, name) is not None), None)
             if missing is not None and present is not None:
@@ -258,6 +265,9 @@ class RolloutBatch:
                     "give it for all trajectories or for none"
                 )
             flat[name] = None if present is None else np.concatenate([getattr(b, name) for b in batches])
+        if flat["node_start"] is not None:
+            begin = np.cumsum([0, *(b.num_positions for b in batches[:-1])])
+            flat["node_start"] += np.repeat(begin, [len(b.node_start) for b in batches])
         for other in batches[1:]:
             ids, other_ids = first.original_id, other.original_id
             same = np.array_equal(ids, other_ids) if ids is not None and other_ids is not None else ids is other_ids

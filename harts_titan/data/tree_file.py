@@ -2,47 +2,81 @@
 
 What sharing saves is a property of the tree alone, so a benchmark needs no more of a real step than this. A file is an
 ``.npz`` with int64 ``length`` and ``lcp`` (N,): tokens of each trajectory in lexicographic order, and how many of them
-it has in common with the one before.
+it has in common with the one before. It may have int64 ``node_start`` (M,): ascending positions, in the trajectories
+one after another, where a node of the rollout tree begins.
 """
 
 from __future__ import annotations
 
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from harts_titan.tree import sort_trajectories
+from harts_titan.tree import check_node_start, sort_trajectories
 
 _FIELDS = ("length", "lcp")
 
 
-def tree_of(tokens: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths and common prefixes of trajectories, in lexicographic order.
+@dataclass(frozen=True)
+class StoredTree:
+    """A tree without its tokens; checked and int64 at construction.
+
+    Attributes:
+        length_N: int64 tokens of each trajectory, in lexicographic order.
+        lcp_N: int64 tokens that each has in common with the one before; entry 0 is 0.
+        node_start: int64 (M,) ascending positions, in the trajectories one after another, where a node of the rollout
+            tree begins; None if the tree names none.
+
+    Raises:
+        ValueError: If there is no such tree.
+    """
+
+    length_N: np.ndarray
+    lcp_N: np.ndarray
+    node_start: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        check_tree(self.length_N, self.lcp_N)
+        for name in ("length_N", "lcp_N"):
+            object.__setattr__(self, name, np.asarray(getattr(self, name), np.int64))
+        if self.node_start is not None:
+            checked = check_node_start(self.node_start, int(self.length_N.sum()))
+            object.__setattr__(self, "node_start", checked)
+
+    def first(self, number: int) -> StoredTree:
+        """Return the tree of the first trajectories."""
+        length_N, nodes = self.length_N[:number], self.node_start
+        return StoredTree(length_N, self.lcp_N[:number], None if nodes is None else nodes[nodes < int(length_N.sum())])
+
+
+def tree_of(tokens: np.ndarray, offsets: np.ndarray, node_start: np.ndarray | None = None) -> StoredTree:
+    """Return the tree of trajectories.
 
     Args:
         tokens: int32 (S,), one trajectory after another.
         offsets: int64 (N+1,) bounds.
+        node_start: int64 (M,) ascending positions in ``tokens`` where a node begins.
     """
     order_N, lcp_N = sort_trajectories(tokens, offsets)
-    return np.diff(offsets)[order_N], lcp_N
+    length_N = np.diff(offsets)[order_N]
+    if node_start is not None:
+        moved_N = np.empty_like(length_N)
+        moved_N[order_N] = np.cumsum(length_N) - length_N - offsets[order_N]
+        trajectory_M = np.searchsorted(offsets, node_start, "right") - 1
+        node_start = np.sort(node_start + moved_N[trajectory_M])
+    return StoredTree(length_N, lcp_N, node_start)
 
 
-def write_tree(path: str | Path, length_N: np.ndarray, lcp_N: np.ndarray) -> None:
-    """Write a tree file; see :func:`read_tree`.
-
-    Raises:
-        ValueError: As :func:`tokens_from_tree`.
-    """
-    check_tree(length_N, lcp_N)
-    np.savez_compressed(path, length=np.asarray(length_N, np.int64), lcp=np.asarray(lcp_N, np.int64))
+def write_tree(path: str | Path, tree: StoredTree) -> None:
+    """Write a tree file; see :func:`read_tree`."""
+    arrays = {"length": tree.length_N, "lcp": tree.lcp_N}
+    np.savez_compressed(path, **arrays if tree.node_start is None else arrays | {"node_start": tree.node_start})
 
 
-def read_tree(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
+def read_tree(path: str | Path) -> StoredTree:
     """Read a tree file.
-
-    Returns:
-        int64 (N,) lengths and common prefixes with the trajectory before.
 
     Raises:
         ValueError: Naming the file and what is wrong with it.
@@ -54,11 +88,10 @@ def read_tree(path: str | Path) -> tuple[np.ndarray, np.ndarray]:
             missing = [name for name in _FIELDS if name not in content]
             if missing:
                 raise ValueError(f"lacks {' and '.join(missing)}; a tree file has {' and '.join(_FIELDS)}")
-            length_N, lcp_N = (content[name] for name in _FIELDS)
-        check_tree(length_N, lcp_N)
+            arrays = [content[name] for name in (*_FIELDS, "node_start") if name in content]
+        return StoredTree(*arrays)
     except (zipfile.BadZipFile, OSError, EOFError, ValueError) as error:
         raise ValueError(f"{path}: no usable tree file: {error}") from error
-    return length_N.astype(np.int64), lcp_N.astype(np.int64)
 
 
 def check_tree(length_N: np.ndarray, lcp_N: np.ndarray) -> None:

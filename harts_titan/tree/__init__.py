@@ -6,6 +6,7 @@ from harts_titan.tree.events import stage_events
 from harts_titan.tree.forest import Forest, build_forest
 from harts_titan.tree.invariants import ExternalRows, ProducerCall, check_call
 from harts_titan.tree.layout import MODES, Attachment, build_layout, expanded_forests, plan_forest_rounds
+from harts_titan.tree.nodes import check_node_start
 from harts_titan.tree.partition import Partition, contiguous_partition
 from harts_titan.tree.plan import ConsumerPlan, ProducerPlan, StepPlan
 from harts_titan.tree.rounds import RoundPlan, plan_rounds
@@ -30,6 +31,7 @@ __all__ = [
     "build_forest",
     "build_layout",
     "check_call",
+    "check_node_start",
     "contiguous_partition",
     "expanded_forests",
     "neighbour_lcp",

@@ -8,7 +8,7 @@ import pytest
 
 from harts_titan.cli import bench, common
 from harts_titan.data.synthetic import write_synthetic
-from harts_titan.data.tree_file import tokens_from_tree, write_tree
+from harts_titan.data.tree_file import StoredTree, tokens_from_tree, write_tree
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = str(ROOT / "train_configs/ling_debug.toml")
@@ -42,7 +42,7 @@ PASS_KEYS = {
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory):
     path = tmp_path_factory.mktemp("tree") / "tree.npz"
-    write_tree(path, LENGTH, LCP)
+    write_tree(path, StoredTree(LENGTH, LCP))
     return path
 
 
@@ -66,6 +66,7 @@ def test_update_in_every_mode(tmp_path, tree):
     assert set(found) == UPDATE_KEYS and set(found["ceilings"]) == CEILING_KEYS
     assert found["workload"] == {
         "source": str(tree), "microbatch": None, "dp_degree": 1, "trajectories": 4, "original_tokens": TOKENS,
+        "nodes": None,
     }  # fmt: skip
     modes = found["modes"]
     assert list(modes) == MODES.split(",")

@@ -91,7 +91,7 @@ def test_errors_are_those_of_planning_in_place(planner):
 
 def test_validate_proves_the_plan(monkeypatch, planner):
     proven = []
-    monkeypatch.setattr(StepPlan, "validate", lambda self, tokens, offsets: proven.append(len(tokens)))
+    monkeypatch.setattr(StepPlan, "validate", lambda self, tokens, offsets, nodes: proven.append(len(tokens)))
     tokens, offsets = step()
     make_plan(tokens, offsets, capacity=100, chunk_size=8)
     assert not proven
@@ -99,6 +99,14 @@ def test_validate_proves_the_plan(monkeypatch, planner):
     assert proven == [len(tokens)]
     planner.submit(tokens, offsets, capacity=100, chunk_size=8, validate=True).result(TIMEOUT)
     assert proven == [len(tokens)], "there, not here"
+
+
+def test_nodes_are_those_of_planning_in_place(planner):
+    tokens, offsets = step()
+    options = {"capacity": 100, "chunk_size": 8, "mode": "nodewise", "node_start": np.arange(0, len(tokens), 3)}
+    there = planner.submit(tokens, offsets, validate=True, **options).result(TIMEOUT)
+    assert content(there) == content(make_plan(tokens, offsets, validate=True, **options))
+    assert there.stats.num_segments > make_plan(tokens, offsets, **options | {"node_start": None}).stats.num_segments
 
 
 @pytest.mark.parametrize("when", ["starting", "idle", "planning"])
