@@ -1,15 +1,18 @@
 """docs/performance.md: its tables are those of the results, and what is written around them is kept."""
 
-import importlib.util
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = importlib.util.spec_from_file_location("make_performance", ROOT / "benchmarks" / "make_performance.py")
-make = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(make)
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import make_performance as make  # noqa: E402
+from performance_bench import kinds_table  # noqa: E402
+from performance_scripts import KERNELS, kda_errors  # noqa: E402
+from performance_short import short  # noqa: E402
 
 BREAKDOWN = {"kinds": {"gemm": {"ms": 6.0, "share": 0.75, "calls": 3}}, "busy_ms": 8.0, "span_ms": 10.0, "idle_ms": 2.0}
 FLOPS = {"executed": 4e15, "model": 3e15}
@@ -21,7 +24,7 @@ COMMON = {
     "device": "GPU",
     "torch": "2.11",
     "versions": {"triton": "3.6", "flash-attn-4": None},
-    "workload": {"trajectories": 12, "original_tokens": 361200},
+    "workload": {"source": "data/treestep_65536.npz", "trajectories": 12, "original_tokens": 361200},
     "ceilings": {
         "copy_bytes_per_second": 4.2e12,
         "gemm_flops_per_second": 7.9e14,
@@ -35,13 +38,18 @@ RATIOS = {
 }
 MODE = TIMES | SPEED | {"original_tokens_per_second": 120400.0, "rows_executed": 65096, "flops": FLOPS}
 PASS = TIMES | SPEED | {"breakdown": BREAKDOWN, "elementwise": {"gb_per_second": 3100.0, "share_of_copy": 0.74}}
-UPDATE = COMMON | {"command": "update", "modes": {"compact": MODE | {"breakdown": BREAKDOWN}}, "ratios": RATIOS}
+UPDATE = COMMON | {
+    "command": "update",
+    "model": {"layers": 24},
+    "modes": {"compact": MODE | {"breakdown": BREAKDOWN}},
+    "ratios": RATIOS,
+}
 LAYER = COMMON | {
     "command": "layer",
     "kinds": {
         "kda_moe": {
-            "modes": {"compact": {"forward": PASS, "forward_backward": PASS}},
-            "ratios": {"forward_backward": RATIOS},
+            "modes": {mode: {"forward": PASS, "forward_backward": PASS} for mode in ("expanded", "compact")},
+            "ratios": {"forward": RATIOS, "forward_backward": RATIOS | {"speedup": {"compact/expanded": 5.2}}},
         }
     },
 }
@@ -50,10 +58,11 @@ LAYER = COMMON | {
 def test_the_tables_are_those_of_the_results():
     document = make.DOCUMENT.read_text()
     assert make.render(document) == document, "run: python benchmarks/make_performance.py"
-    assert document.count("<!-- tables ") == document.count("<!-- end -->") == 2
-    parts = [f"gpu_{part}*.json" for part in make.KERNELS]
-    for file in (file for pattern in ("bench_*.json", *parts) for file in make.RESULTS.glob(pattern)):
-        assert f"(`benchmarks/results/{file.name}`)" in document
+    assert document.count("<!-- tables ") + 1 == document.count("<!-- end -->") and document.count("<!-- short ") == 1
+    parts = [f"gpu_{part}*.json" for part in KERNELS]
+    patterns = ("bench_*.json", "verify_*.json", "limits_*.json", *parts)
+    for file in (file for pattern in patterns for file in make.RESULTS.glob(pattern)):
+        assert re.search(rf"`benchmarks/results/{re.escape(file.name)}`\)?: ", document), file.name
 
 
 @pytest.fixture
@@ -77,15 +86,34 @@ def test_tables_are_made_and_prose_is_kept(results):
     assert ["`compact`", "3.000 (2.900 to 3.250)", "120,400", "65,096", "4.0", "333", "42.1%", "90.0"] in rows
     assert ["compact/expanded", "4.90", "5.00", "0.98"] in rows
     assert ["gemm", "6.0 (60%)"] in rows and ["no kernel", "2.0 (20%)"] in rows
-    layer = ["kda_moe", "`compact`", "3,000", "3,000", "333 / 333", "42.1%", "3,100 (74%)", "90.0"]
-    assert layer in rows and ["kda_moe", "compact/expanded", "4.90", "5.00", "0.98"] in rows
+    layer = ["3,000 / 3,000", "333 / 333 (42% / 42%)", "74% / 74%", "90.0"]
+    assert ["kda_moe", "`expanded`", *layer, "4.90 / 5.20", "5.00 / 5.00", "0.98 / 0.98"] in rows
+    assert ["kda_moe", "`compact`", *layer, "-", "-", "-"] in rows
     assert make.render(text, results) == text
+
+
+def test_figures_in_prose_are_those_of_a_result():
+    """What is written by hand beside the tables: ratios of updates, and how long other ways to run KDA take."""
+    prose = re.sub(r"<!-- (tables|short) .*?<!-- end -->", "", make.DOCUMENT.read_text(), flags=re.DOTALL)
+    results = [json.loads(file.read_text()) for file in make.RESULTS.glob("bench_update_*.json")]
+    known = {(name, f"{ratio:.2f}") for one in results for name, ratio in one["ratios"]["speedup"].items()}
+    quoted = set(re.findall(r"(compact/\w+)\s+(\d+\.\d+)", prose))
+    assert quoted <= known, f"no result has {sorted(quoted - known)}"
+    timing = json.loads((make.RESULTS / "kda_h200_2026_11_30.json").read_text())["sections"]["timing"]["result"]
+    own = timing["own compact"]["forward_backward"]["median"]
+    for pattern, run, digits in (
+        (r"takes\s+(\d+) times as\s+long", "node-wise", 0),
+        (r"one per depth (\S+) times", "depth-wise", 1),
+    ):
+        for figure in re.findall(pattern, prose):
+            assert figure == f"{timing[run]['forward_backward']['median'] / own:.{digits}f}", (run, figure)
 
 
 TIMED = {"median": 0.5, "tflop_per_s": 512.0, "share_of_gemm": 0.655, "gb_per_s": 3100.0, "share_of_copy": 0.74}
 COPIED = {"median": 0.25, "gb_per_s": 3100.0, "share_of_copy": 0.74}
 PAIR = {"forward": TIMED, "forward_backward": TIMED | {"median": 2.0}}
 TREE = {"rows": 64886, "segments": 9, "compression": 5.01}
+RUNS = ("eager", "compiled")
 SCRIPTS = {
     "kda": {
         "numerics": {"tree_slow": {"worst": ["q", 1.02]}, "long": {"worst": ["b", 1.2]}, "repeat": True},
@@ -112,6 +140,36 @@ SCRIPTS = {
             "op_8192": TIMED | {"over_bare": 1.17, "share_of_logits": 0.0833},
         }
     },
+    "compile": {
+        "graphs": {
+            "rows": [5499, 40],
+            "segments": [68, 8],
+            "rounds": [2, 1],
+            "graphs": [2, 2],
+            "errors": [1e-3, 6e-3] * 2,
+        },
+        "sync": {"queued_ms": 50.797, "done_ms": 50.9},
+        "mla_moe": {
+            "rows": 59449,
+            **{f"{run} {part}": TIMED | {"host": 5.25} for run in RUNS for part in ("forward", "forward + backward")},
+            **{f"{run} peak GiB": 12.41 for run in RUNS},
+        },
+    },
+    "sanitize": {
+        "kernels": {"cases": ["kda_tree"]},
+        "control": {"memcheck": {"named": "ERROR SUMMARY: 9 errors", "others named": "ERROR SUMMARY: 0 errors"}},
+        "racecheck": {
+            **{"tool": "racecheck", "summary": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"},
+            **{"errors": 0, "kernels": 44, "launches": 120, "seconds": 31.25},
+        },
+    },
+    "ops": {
+        "kda_timing": {
+            **{"tree": TREE | {"positions": 252668}, "compact": PAIR | {"peak_gib": 6.66}},
+            "expanded_over_compact": {"forward": 2.9},
+        },
+        "short_conv": {"expanded": PAIR | {"peak_gib": 4.2}, "random_0": {"y": [0.1, 0.2]}},
+    },
     "moe": {
         "layer": {f"{name}_{key}": PAIR[key] for name in ("kernels", "plain") for key in PAIR},
         "rows": {"combine_512_w2": COPIED, "combine_256_w1": COPIED | {"median": 0.2}, "plain": COPIED},
@@ -128,6 +186,15 @@ ROWS = {
     ],
     "elementwise": [["gated norm", "0.25", "3,100 GB/s (74%)", "0.25", "3,100 GB/s (74%)"]],
     "head": [["8192", "0.5", "0.5", "512 TFLOP/s (66%)", "1.17", "0.083"]],
+    "compile": [
+        ["5,499", "68", "2", "2", "6.0e-03"],
+        ["40", "8", "1", "2", "6.0e-03"],
+        *(["mla_moe, 59,449 rows", run, "0.5", "0.5", "5.25", "12.4"] for run in ("eager", "compiled")),
+    ],
+    "sanitize": [
+        ["`racecheck`", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "44", "120", "31.2"],
+    ],
+    "ops": [["kda, compact", "0.5", "2.0", "6.7"], ["short_conv, expanded", "0.5", "2.0", "4.2"]],
     "moe": [
         ["kernels", "0.5", "512 TFLOP/s (66%)", "2.0", "512 TFLOP/s (66%)"],
         ["`combine`", "0.2", "3,100 GB/s (74%)"],
@@ -135,7 +202,7 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("part", make.KERNELS)
+@pytest.mark.parametrize("part", KERNELS)
 def test_scripts_show_their_ops_and_what_failed(part):
     failed = {"error": "Traceback", "commit": "9876543210"}
     sections = {name: {"result": one} for name, one in SCRIPTS[part].items()} | {"large": failed}
@@ -152,8 +219,8 @@ def test_scripts_show_their_ops_and_what_failed(part):
 
 
 def test_errors_of_kda_summed_up():
-    assert make.kda_errors({"worst ratio over fla": {"o": 0.99, "q": 1.05}})[0].endswith("1.05 (`q`).")
-    assert make.kda_errors({}) == []
+    assert kda_errors({"worst ratio over fla": {"o": 0.99, "q": 1.05}})[0].endswith("1.05 (`q`).")
+    assert kda_errors({}) == []
 
 
 def test_results_of_a_cpu_and_of_other_models_have_what_they_have(results):
@@ -163,5 +230,56 @@ def test_results_of_a_cpu_and_of_other_models_have_what_they_have(results):
     text = make.render("<!-- tables bench_a.json --><!-- end -->".replace("--><", "-->\n<"), results)
     assert "| `compact` | 3.000 (2.900 to 3.250) | 120,400 | 65,096 |" in text
     timeless = BREAKDOWN | {"span_ms": None, "idle_ms": None}
-    assert "| gemm | 6.0 (75%) |" in make.kinds_table({"compact": timeless})
-    assert "| no kernel | - |" in make.kinds_table({"compact": timeless})
+    assert "| gemm | 6.0 (75%) |" in kinds_table({"compact": timeless})
+    assert "| no kernel | - |" in kinds_table({"compact": timeless})
+
+
+def test_what_is_no_table_of_compiled_layers_sanitizer_and_limits():
+    environment = {"commit": "unknown", "device": "GPU", "versions": {}}
+
+    def text(part: str, sections: dict) -> str:
+        return make.section(
+            f"gpu_{part}.json",
+            {"environment": environment, "sections": {name: {"result": one} for name, one in sections.items()}},
+        )
+
+    assert "queued in 50.8 ms" in text("compile", SCRIPTS["compile"])
+    control = "memcheck: ERROR SUMMARY: 9 errors; with other kernels named: ERROR SUMMARY: 0 errors."
+    assert control in text("sanitize", SCRIPTS["sanitize"])
+    limits = {"one_token_sequences": [0.0037, 0.0056], "past_int32": [True, True, False]}
+    found = text("kda", {"limits": limits})
+    assert "up to 5.6e-03" in found and "2 of 3 tensors" in found
+
+
+def test_in_short_has_a_line_for_each_result():
+    def script(part: str) -> dict:
+        return {"sections": {name: {"result": one} for name, one in SCRIPTS[part].items()}}
+
+    timing = SCRIPTS["kda"]["timing"] | {"fla expanded": PAIR | {"forward_backward": TIMED | {"median": 12.0}}}
+    elementwise = {
+        "ops": SCRIPTS["elementwise"]["ops"]
+        | {"conv": {"forward": COPIED, "backward": COPIED | {"share_of_copy": 0.26}}}
+    }
+    files = {
+        "bench_update.json": UPDATE,
+        "bench_layer.json": LAYER,
+        "kda.json": {"sections": {"timing": {"result": timing}, "large": {"error": "Traceback"}}},
+        "kda_again.json": {"sections": {"timing": {"result": timing}}},
+        **{part: script(part) for part in ("attention", "head", "moe")},
+        "elementwise.json": {"sections": {"ops": {"result": elementwise["ops"]}}},
+    }
+    text = short(files)
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
+    assert rows[0] == [
+        "whole update, 24 layers, treestep_65536",
+        *("**4.90**", "5.00", "0.98", "120,400 original tokens/s", "42% of the GEMM"),
+    ]
+    assert rows[1][1:] == ["5.20", "5.00", "0.98", "333 TFLOP/s", "42% of the GEMM; elementwise 74% of a copy"]
+    assert rows[2][1:] == ["6.00", "4.18 (tokens)", "-", "2.0 ms", "-"]
+    assert rows[3][4:] == ["512 to 512; 512 to 512 TFLOP/s", "109% to 109%; 99% to 99% of the expanded run's TFLOP/s"]
+    assert rows[4][4:] == ["512 TFLOP/s; memory 8% of float32 logits", "85% of the speed of its bare products"]
+    assert rows[5][4:] == ["512 TFLOP/s", "66% of the dense GEMM"]
+    assert rows[6][5] == "median 74% of a copy, lowest 26% (conv, backward)" and len(rows) == 7
+    command = "train_configs/ling_tiny_gpu.toml --tree benchmarks/data/treestep_65536.npz`"
+    assert f"- `harts-bench update {command} (`benchmarks/results/bench_update.json`)" in text
+    assert f"- `harts-bench layer {command} (`benchmarks/results/bench_layer.json`)" in text
