@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_kda.py OUT                                     # one Hopper GPU
     python benchmarks/gpu_kda.py OUT --sections sweep                    # other configurations of each kernel
+    python benchmarks/gpu_kda.py OUT --sections alternatives             # other versions of two kernels
     python benchmarks/gpu_kda.py --sanitize                              # every kernel once, small
     TRITON_INTERPRET=1 python benchmarks/gpu_kda.py OUT --dry-run        # every line that needs no GPU, tiny sizes
 
@@ -12,14 +13,17 @@ op replaces is timed beside it where ``.carry/proto_kda`` holds it.
 from __future__ import annotations
 
 import functools
+import json
 import os
 import random
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_timing import DEVICE, DRY, ROOT, Report, copy_bandwidth, line, median_ms, rate, run_sections
@@ -28,6 +32,7 @@ if DRY:
     import tests.numerics.triton_interpreter  # noqa: F401
 import numpy as np
 import torch
+from kda_alternatives import ALTERNATIVES
 from torch import Tensor
 
 from harts_titan.models.common.tree_inputs import packed_sequences
@@ -525,14 +530,14 @@ SWEEP: dict[str, list[Config]] = {
 class _Timed:
     """Stands for a kernel in ``launches``: events around every launch."""
 
-    def __init__(self, kernel: object) -> None:
-        self.kernel, self.events = kernel, []
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.events, self.compiled = kernel, [], None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: object, **options: object) -> None:
             pair = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             pair[0].record()
-            self.kernel[grid](*args, **options)
+            self.compiled = self.kernel[grid](*args, **options)
             pair[1].record()
             self.events.append(pair)
 
@@ -572,6 +577,14 @@ def compile_worker(index: int, count: int) -> None:
             print(name, config, repr(error)[:200], flush=True)
 
 
+def start_workers(option: str, *more: str) -> list[subprocess.Popen]:
+    workers = min(16, os.cpu_count() or 1)
+    return [
+        subprocess.Popen([sys.executable, __file__, option, str(i), str(workers), *more], cwd=ROOT)
+        for i in range(workers)
+    ]
+
+
 @scans_in_line()
 def sweep() -> Report:
     """Every alternative of every kernel on the tree, with the deviation of results from the pinned configuration's."""
@@ -581,10 +594,7 @@ def sweep() -> Report:
             run_small()
         return {}
     run_small()
-    workers = min(12, os.cpu_count() or 1)
-    command = [sys.executable, __file__, "--compile-worker"]
-    started = [subprocess.Popen([*command, str(i), str(workers)], cwd=ROOT) for i in range(workers)]
-    for worker in started:
+    for worker in start_workers("--compile-worker"):
         worker.wait()
     sequences, x, do = compact_case()
     bandwidth, slots = copy_bandwidth(), sequences.num_chunks * C * H
@@ -621,6 +631,106 @@ def sweep() -> Report:
     return report
 
 
+@contextmanager
+def standing_in(name: str, kernel: object, config: Config) -> Iterator[None]:
+    """Launch ``kernel`` with ``config`` wherever ``name`` is launched."""
+    before = getattr(launches, name)
+    setattr(launches, name, kernel)
+    try:
+        with configured(**{name: config}):
+            yield
+    finally:
+        setattr(launches, name, before)
+
+
+def numerics_of(name: str, kernel: object, config: Config) -> Report:
+    """Worst error of outputs, states and row gradients over fla's; bits are asserted."""
+    cases = [(checks.handed_in(C, DEVICE), decay) for decay in (("slow",) if DRY else ("slow", "strong"))]
+    if not DRY:
+        cases.append((kda_checks.sequences_of([700, 330], SETTING), "medium"))
+    try:
+        with standing_in(name, kernel, config):
+            results = []
+            for sequences, decay in cases:
+                with checks.filled_allocations():
+                    results.append(checks.check_kda(sequences, SETTING, decay=decay))
+            if name == "chunk_forward":
+                checks.check_kda_prefix(SETTING, length=C + 5 if DRY else 3 * C + 5, cuts=[1, C // 2 + 1, C + 1])
+    except Exception as error:
+        return {"error": repr(error)[:300]}
+    return {k: round(v, 3) for k, v in over_fla(results).items() if k not in ("A_log", "dt_bias")}
+
+
+def alternatives_worker(index: int, count: int, folder: str) -> None:
+    """Fill Triton's cache with every ``count``-th alternative, and check its numbers."""
+    for i in range(index, len(ALTERNATIVES), count):
+        _, name, kernel, config = ALTERNATIVES[i]
+        (Path(folder) / f"{i}.json").write_text(json.dumps(numerics_of(name, kernel, config)))
+
+
+@scans_in_line()
+def alternatives() -> Report:
+    """Versions of the two largest kernels: errors over fla's, bits, and time on the tree, one line each."""
+    report: Report = {}
+    if DRY:
+        for label, name, kernel, config in ALTERNATIVES:
+            if label in ("loads first", "split, blocks of 32, gates 64"):
+                report[label] = numerics_of(name, kernel, config)
+                assert "error" not in report[label], report
+        return report
+    with tempfile.TemporaryDirectory() as folder:
+        started = start_workers("--alternatives-worker", folder)
+        sequences, x, do = compact_case()
+        for worker in started:
+            worker.wait()
+        numbers = {int(path.stem): json.loads(path.read_text()) for path in Path(folder).iterdir()}
+    for i, (label, name, kernel, config) in enumerate(ALTERNATIVES):
+        key = f"{name}: {label}"
+        report[key] = entry = {"config": str(config), "over_fla": numbers.get(i, "its process died")}
+        try:
+            entry |= timed_alternative(name, kernel, config, sequences, x, do)
+            line(key, entry, **{k: v for k, v in entry.items() if k not in ("config", "median")})
+        except Exception as error:
+            entry["error"] = repr(error)[:500]
+            print(key, entry, flush=True)
+    return report
+
+
+def timed_alternative(
+    name: str, kernel: Any, config: Config, sequences: PackedSequences, x: list[Tensor], do: Tensor
+) -> Report:
+    parts = getattr(kernel, "parts", None)
+    timers = {"all": _Timed(kernel)} | {part: _Timed(k) for part, k in (parts or {}).items()}
+    with standing_in(name, timers["all"], config):
+        if parts is not None:
+            kernel.parts = {part: timers[part] for part in parts}
+        try:
+
+            def both() -> list[Tensor]:
+                o = own(*x, packed=sequences)
+                return [o.detach(), *torch.autograd.grad(o, x, do)]
+
+            first = both()
+            repeat = all(torch.equal(a, b) for a, b in zip(first, both()))
+            for timer in timers.values():
+                timer.take()
+            runs = []
+            for _ in range(5):
+                both()
+                runs.append({part: timer.take() for part, timer in timers.items()})
+        finally:
+            if parts is not None:
+                kernel.parts = parts
+    times = {part: sorted(run[part] for run in runs)[2] for part in timers}
+    compiled = {part: timer.compiled for part, timer in timers.items() if timer.compiled is not None}
+    return {
+        "median": times.pop("all"),
+        **times,
+        "registers": {part: (k.n_regs, k.n_spills, k.metadata.shared) for part, k in compiled.items()},
+        "repeat": repeat,
+    }
+
+
 def sanitize() -> None:
     """Every kernel once on small shapes, both chunk sizes; run it under compute-sanitizer."""
     run_small()
@@ -641,11 +751,15 @@ SECTIONS = {
     "precision": precision,
     "limits": limits,
     "sweep": sweep,
+    "alternatives": alternatives,
 }
 
 if __name__ == "__main__":
     if "--compile-worker" in sys.argv:
         compile_worker(*map(int, sys.argv[sys.argv.index("--compile-worker") + 1 :][:2]))
+    elif "--alternatives-worker" in sys.argv:
+        index, count, folder = sys.argv[sys.argv.index("--alternatives-worker") + 1 :][:3]
+        alternatives_worker(int(index), int(count), folder)
     elif "--sanitize" in sys.argv:
         sanitize()
     else:
