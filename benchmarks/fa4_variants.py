@@ -16,6 +16,7 @@ from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
 from harts_titan.ops.attention import TreeMask, fa4
+from harts_titan.ops.attention.fa4_package import last_queries_first
 from harts_titan.ops.attention.mask import list_views, number_of_blocks, packed_lists, packed_size
 
 
@@ -197,7 +198,7 @@ class Measured:
         self.aux_backward = (variant.aux_backward or variant.aux)(mask)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        with fa4._last_queries_first() if self.variant.last_first else contextlib.nullcontext():
+        with last_queries_first() if self.variant.last_first else contextlib.nullcontext():
             out, lse = _flash_attn_fwd(
                 q[None],
                 k[None],

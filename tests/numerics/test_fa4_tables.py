@@ -1,7 +1,10 @@
 """fa4's tables, autograd and custom ops without flash-attn-4: its two entry points are replaced by dense PyTorch that
 looks at nothing but what the kernel would be given."""
 
+import dataclasses
+import re
 import sys
+import threading
 import types
 
 import numpy as np
@@ -49,11 +52,19 @@ def _scores(q, k, visible, scale):
     return scores.masked_fill(~visible, -torch.inf)
 
 
+@dataclasses.dataclass
+class _Params:
+    num_block: int
+    cluster_shape_mn: tuple[int, int] = (1, 1)
+
+
 class _Scheduler:
     """Programs in rising order, as the package has them."""
 
-    def __init__(self, num_block, at):
-        self.params, self.at = types.SimpleNamespace(num_block=num_block), at
+    Params = _Params
+
+    def __init__(self, num_block, at, cluster=(1, 1)):
+        self.params, self.at = _Params(num_block, cluster), at
 
     def get_current_work(self, *, loc=None, ip=None):
         return _Work((self.at, 0, 0, 0), True)
@@ -64,8 +75,8 @@ class _Work:
         self.tile_idx, self.is_valid_tile = tile_idx, is_valid_tile
 
 
-def _order():
-    return [_Scheduler(5, i).get_current_work().tile_idx[0] for i in range(5)]
+def _order(cluster=(1, 1)):
+    return [_Scheduler(5, i, cluster).get_current_work().tile_idx[0] for i in range(5)]
 
 
 def _forward(q, k, v, *, softmax_scale, mask_mod, aux_tensors, block_sparse_tensors, return_lse):
@@ -75,13 +86,13 @@ def _forward(q, k, v, *, softmax_scale, mask_mod, aux_tensors, block_sparse_tens
     return out[None], scores.logsumexp(-1).float()[None], None, None, None
 
 
-def _backward(q, k, v, out, dout, lse, scale, *, mask_mod, aux_tensors, block_sparse_tensors):
+def _backward(q, k, v, out, dout, lse, softmax_scale, *, mask_mod, aux_tensors, block_sparse_tensors):
     assert _order() == [0, 1, 2, 3, 4]
     visible = _visible(block_sparse_tensors, aux_tensors, q.shape[1], k.shape[1], True)
-    weights = (_scores(q, k, visible, scale) - lse[0][..., None].double()).exp()
+    weights = (_scores(q, k, visible, softmax_scale) - lse[0][..., None].double()).exp()
     dv = torch.einsum("hqy,qhv->yhv", weights, dout[0].double())
     dweights = torch.einsum("qhv,yhv->hqy", dout[0].double(), v[0].double())
-    dscores = weights * (dweights - (dout[0] * out[0]).double().sum(-1).T[..., None]) * scale
+    dscores = weights * (dweights - (dout[0] * out[0]).double().sum(-1).T[..., None]) * softmax_scale
     dq = torch.einsum("hqy,yhk->qhk", dscores, k[0].double())
     dk = torch.einsum("hqy,qhk->yhk", dscores, q[0].double())
     return dq.to(q.dtype)[None], dk.to(k.dtype)[None], dv.to(v.dtype)[None]
@@ -114,7 +125,7 @@ def fa4():
 
     yield module
     patch.undo()
-    del sys.modules["harts_titan.ops.attention.fa4"]
+    del sys.modules["harts_titan.ops.attention.fa4"], sys.modules["harts_titan.ops.attention.fa4_package"]
 
 
 @pytest.mark.parametrize("key_dim", [192, 64])
@@ -185,3 +196,81 @@ def test_other_devices_are_refused(fa4):
         fa4.tile_sizes(128, (8, 0))
     with pytest.raises(ValueError, match="192"):
         fa4.tile_sizes(256, (9, 0))
+
+
+@pytest.fixture
+def package(fa4):
+    return sys.modules["harts_titan.ops.attention.fa4_package"]
+
+
+def test_order_is_restored_after_an_error(package):
+    with pytest.raises(KeyError), package.last_queries_first():
+        assert _order() == [4, 3, 2, 1, 0]
+        raise KeyError
+    assert _order() == [0, 1, 2, 3, 4]
+
+
+def test_programs_in_clusters_keep_their_order(package):
+    with package.last_queries_first():
+        assert _order(cluster=(2, 1)) == [0, 1, 2, 3, 4]
+
+
+def test_order_with_several_threads(package):
+    """Swaps that overlap would leave the reversed order behind, or reverse it twice."""
+    inside, leave, orders = threading.Event(), threading.Event(), []
+
+    def first():
+        with package.last_queries_first():
+            inside.set()
+            leave.wait(10)
+
+    def second():
+        with package.last_queries_first():
+            orders.append(_order())
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    inside.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    leave.set()
+    for thread in threads:
+        thread.join(10)
+    assert orders == [[4, 3, 2, 1, 0]] and _order() == [0, 1, 2, 3, 4]
+
+
+class _OtherArguments(_Scheduler):
+    def get_current_work(self, at, *, loc=None, ip=None):
+        raise NotImplementedError
+
+
+class _OtherParams(_Scheduler):
+    Params = types.SimpleNamespace
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "words"),
+    [
+        (_OtherArguments, "takes \\('self', 'at', 'loc', 'ip'\\)"),
+        (_OtherParams, "no cluster_shape_mn, num_block"),
+        (None, "does not exist"),
+    ],
+)
+def test_other_schedulers_are_left_alone(package, monkeypatch, scheduler, words):
+    monkeypatch.setattr(package.tile_scheduler, "SingleTileScheduler", scheduler)
+    problem = package.order_problem()
+    assert re.search(words, problem)
+    monkeypatch.setattr(package, "_FITS", problem is None)
+    before = vars(scheduler or object).get("get_current_work")
+    with package.last_queries_first():
+        assert vars(scheduler or object).get("get_current_work") is before
+
+
+def test_other_entry_points_are_an_import_error(package, monkeypatch):
+    monkeypatch.setattr(package, "_USED", {lambda q, *, mask_mod: None: ("mask_mod", "aux_tensors")})
+    with pytest.raises(ImportError, match=f"takes no aux_tensors; .*{package.WRITTEN_FOR}"):
+        package.check_entry_points()
+    monkeypatch.setattr(package, "_USED", {})
+    monkeypatch.setattr(package, "_flash_attn_bwd", _forward)
+    with pytest.raises(ImportError, match="begins with"):
+        package.check_entry_points()

@@ -18,17 +18,18 @@ Letters: T own rows, X external rows, Y = X + T path rows, H heads, K query/key 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 import torch
-from flash_attn.cute import tile_scheduler, utils
+from flash_attn.cute import utils
 from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 from torch import Tensor
 
+from harts_titan.ops.attention.fa4_package import last_queries_first
 from harts_titan.ops.attention.mask import TreeMask, list_views, number_of_blocks, packed_lists, packed_size
 
 
@@ -85,29 +86,6 @@ def ancestor_mask_backward(batch, head, m_idx, n_idx, seqlen_info, aux_tensors):
 def packed_intervals(mask: TreeMask) -> Tensor:
     """int64 (Y,): ``tin << 32 | tout - tin``, what :func:`ancestor_mask_backward` reads."""
     return mask.tin_Y.long() << 32 | (mask.tout_Y - mask.tin_Y).long()
-
-
-@contextlib.contextmanager
-def _last_queries_first() -> Iterator[None]:
-    """Kernels compiled inside run their programs from the last block of queries to the first.
-
-    flash-attn-4 has this order for its causal mask only. A kernel is compiled once per mask function, so the order
-    belongs to :func:`ancestor_mask`; another thread that compiles meanwhile gets it too, with equal results. Only for
-    compute capability 9: kernels of others cut their blocks in other ways.
-    """
-    scheduler = tile_scheduler.SingleTileScheduler
-    original = scheduler.get_current_work
-
-    def get_current_work(self, *, loc=None, ip=None):
-        work = original(self, loc=loc, ip=ip)
-        block, *rest = work.tile_idx
-        return tile_scheduler.WorkTileInfo((self.params.num_block - 1 - block, *rest), work.is_valid_tile)
-
-    scheduler.get_current_work = get_current_work
-    try:
-        yield
-    finally:
-        scheduler.get_current_work = original
 
 
 def tree_attention_fa4(q_THK: Tensor, k_YHK: Tensor, v_YHV: Tensor, mask: TreeMask, scale: float) -> Tensor:
@@ -211,7 +189,7 @@ def _attention_forward(q, k, v, tin, tout, words, lists, sizes, scale):
         return v.new_empty((0, *v.shape[1:])), q.new_empty((q.shape[1], 0), dtype=torch.float32)
     blocks = _lists(lists, q.shape[0], k.shape[0], sizes[:2])
     hopper = torch.cuda.get_device_capability(q.device)[0] == 9
-    with torch.cuda.device(q.device), _last_queries_first() if hopper else contextlib.nullcontext():
+    with torch.cuda.device(q.device), last_queries_first() if hopper else contextlib.nullcontext():
         out, lse = _flash_attn_fwd(
             q[None],
             k[None],
