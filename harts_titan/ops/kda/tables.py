@@ -151,17 +151,17 @@ def _round_tables(sequences: PackedSequences) -> tuple[np.ndarray, ...]:
     fans_R = np.bincount(key_M2[fan_F, 0], minlength=num_R.size)
     chunk_offset = np.asarray(sequences.chunk_offset_host, dtype=np.int64)
     first_chunk_R = chunk_offset[first_R]
-    columns = Round(
-        first_sequence=first_R,
-        num_sequences=num_R,
-        first_fan=np.cumsum(fans_R) - fans_R,
-        num_fans=fans_R,
-        num_starts=starts_R,
-        first_chunk=first_chunk_R,
-        num_chunks=chunk_offset[bounds_R2[:, 1]] - first_chunk_R,
-    )
-    fan_ptr = np.append(fan_F, start_M.size)
-    return init, slot, np.stack(columns, axis=1), key_M2[fan_F, 1], fan_ptr, slot[start_M][order]
+    columns = {
+        "first_sequence": first_R,
+        "num_sequences": num_R,
+        "first_fan": np.cumsum(fans_R) - fans_R,
+        "num_fans": fans_R,
+        "num_starts": starts_R,
+        "first_chunk": first_chunk_R,
+        "num_chunks": chunk_offset[bounds_R2[:, 1]] - first_chunk_R,
+    }
+    rounds_R = np.stack([columns[name] for name in Round._fields], axis=1)
+    return init, slot, rounds_R, key_M2[fan_F, 1], np.append(fan_F, start_M.size), slot[start_M][order]
 
 
 def _slot_tables(sequences: PackedSequences) -> tuple[np.ndarray, ...]:
