@@ -185,8 +185,8 @@ def head() -> None:
 
 def attention() -> None:
     """Index lists: rows as planned, depth first, and below external rows; key widths of one and of two parts."""
-    heads, width = (1, 48) if DRY else (2, 192)
-    latent = checks.Setting(DEVICE, torch.float16 if DRY else DTYPE, num_heads=heads, key_dim=width)
+    heads, width, dtype = (1, 48, torch.float16) if DRY else (2, 192, DTYPE)
+    latent = checks.Setting(DEVICE, dtype, num_heads=heads, key_dim=width, value_dim=32 if DRY else 128)
     plain = checks.Setting(DEVICE, torch.float32, num_heads=1, key_dim=16, value_dim=32)
     layout = checks.layout_of(TREE, WIDE_CHUNK)
     planned, attached = tree_mask(layout, DEVICE), checks.mask_attached(layout, DEVICE)
