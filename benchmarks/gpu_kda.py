@@ -674,7 +674,7 @@ def alternatives() -> Report:
     report: Report = {}
     if DRY:
         for label, name, kernel, config in ALTERNATIVES:
-            if label in ("loads first", "split, blocks of 32, gates 64"):
+            if label in ("loads first", "split, blocks of 32, wide W"):
                 report[label] = numerics_of(name, kernel, config)
                 assert "error" not in report[label], report
         return report

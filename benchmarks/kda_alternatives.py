@@ -413,6 +413,7 @@ def pairs_32(
     BC: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
+    BW: tl.constexpr,
     WIDE: tl.constexpr,
     SOLVE: tl.constexpr,
 ):
@@ -485,8 +486,8 @@ def pairs_32(
         b_u = tl.dot(b_A, (b_v * b_b[:, None]).to(TYPE))
         tl.store(u + i_p * BT * V + o_t[:, None] * V + o_v[None, :], b_u.to(TYPE))
     b_rk *= b_b
-    for i_k in range(K // BK):
-        o_k = i_k * BK + tl.arange(0, BK)
+    for i_k in range(K // BW):
+        o_k = i_k * BW + tl.arange(0, BW)
         o_tk = o_t[:, None] * K + o_k[None, :]
         b_k = tl.load(k + i_r[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
         b_k *= b_rk[:, None] * tl.math.exp2(tl.load(g + p_k + o_tk))
@@ -648,8 +649,10 @@ class Split:
         BK = min(self._gates["BK"], K)
         self.parts["gates"][(programs * (K // BK),)](
             q, k, f, b, A_log, dt_bias, packed_row, qg, kg, g, row, lower_bound, scale, NS, first * (K // BK),
-            H=H, K=K, BT=BT, BK=BK, SUMS=self._sums, WIDE=options["WIDE"], num_warps=self._gates["num_warps"],
+            H=H, K=K, BT=BT, SUMS=self._sums, WIDE=options["WIDE"], **(self._gates | {"BK": BK}),
         )  # fmt: skip
+        if "BW" in options:
+            options["BW"] = min(options["BW"], K)
         self.parts["pairs"][(programs,)](
             q, k, v, packed_row, w, u, g, Aqk, Akk, row, scale, NS, first,
             H=H, K=K, V=V, BT=BT, BC=self._BC, **options,
@@ -673,11 +676,11 @@ def _keys(bv: int, stages: int, sums: bool, **more: Any) -> Config:
     return Config({"BK": 32, "BV": bv}, 4, stages, {"WIDE": False, "PARTS": 2, "BC": 32, "SUMS": sums, **more})
 
 
-def _pairs(stages: int, **more: Any) -> Config:
-    return Config({"BK": 32, "BV": 64}, 4, stages, {"WIDE": False, "SOLVE": "tf32", **more})
+def _pairs(stages: int, bk: int = 32, bv: int = 64, **more: Any) -> Config:
+    return Config({"BK": bk, "BV": bv}, 4, stages, {"WIDE": False, "SOLVE": "tf32", **more})
 
 
-SMALL, WIDE, WHOLE = ({"BK": bk, "num_warps": w} for bk, w in ((32, 4), (64, 8), (128, 8)))
+SMALL, HALF, WIDE, WHOLE = ({"BK": bk, "num_warps": w} for bk, w in ((32, 4), (64, 4), (64, 8), (128, 8)))
 ALTERNATIVES: list[tuple[str, str, Any, Config]] = [
     ("pinned", "chunk_backward_keys", chunk_backward_keys, HOPPER["chunk_backward_keys"]),
     ("loads first", "chunk_backward_keys", keys, _keys(64, 3, True)),
@@ -687,10 +690,17 @@ ALTERNATIVES: list[tuple[str, str, Any, Config]] = [
     ("loads first, cumsum", "chunk_backward_keys", keys, _keys(64, 3, False)),
     ("loads first, 168 registers", "chunk_backward_keys", keys, _keys(64, 2, True, maxnreg=168)),
     ("pinned", "chunk_forward", chunk_forward, HOPPER["chunk_forward"]),
-    ("split, blocks of 32, gates 32", "chunk_forward", Split(pairs_32, 32, SMALL), _pairs(2)),
-    ("split, blocks of 32, gates 64", "chunk_forward", Split(pairs_32, 32, WIDE), _pairs(3)),
-    ("split, blocks of 32, gates 128, 1 stage", "chunk_forward", Split(pairs_32, 32, WHOLE), _pairs(1)),
-    ("split, blocks of 16, gates 64", "chunk_forward", Split(pairs_16, 16, WIDE), _pairs(2)),
+    ("split, blocks of 32", "chunk_forward", Split(pairs_32, 32, SMALL), _pairs(2, BW=32)),
+    ("split, blocks of 32, wide W", "chunk_forward", Split(pairs_32, 32, WIDE), _pairs(2, 32, 128, BW=128)),
+    ("split, blocks of 32, 64-wide W", "chunk_forward", Split(pairs_32, 32, HALF), _pairs(3, 32, 128, BW=64)),
+    ("split, blocks of 32, wide", "chunk_forward", Split(pairs_32, 32, WHOLE), _pairs(2, 64, 64, BW=64)),
+    (
+        "split, blocks of 32, 1 stage",
+        "chunk_forward",
+        Split(pairs_32, 32, WHOLE | {"maxnreg": 128}),
+        _pairs(1, 64, 128, BW=128),
+    ),
+    ("split, blocks of 16", "chunk_forward", Split(pairs_16, 16, WIDE), _pairs(2)),
     ("split, blocks of 16, 168 registers", "chunk_forward", Split(pairs_16, 16, WIDE), _pairs(2, maxnreg=168)),
     ("split, blocks of 16, cumsum", "chunk_forward", Split(pairs_16, 16, SMALL, False), _pairs(2)),
     ("one kernel, blocks of 32", "chunk_forward", Blocks(fused, 32), _pairs(2, SUMS=True)),
