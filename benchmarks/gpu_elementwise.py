@@ -326,25 +326,35 @@ def sweep_conv() -> Report:
     )
     kinds = ("agent", "bushy", "one_token")[: 1 if DRY else 3]
     chains: dict[str, ChainTables] = {k: chain_tables(taps_of(parents(k, T)), T, device=DEVICE) for k in kinds}
-    forward = "64 512 4 2, 64 512 4 8, 32 512 4 4, 32 512 4 8, 64 256 2 4, 32 256 2 4, 16 512 4 4"
+    forward = (
+        "64 512 4 2 0, 64 512 4 4 1, 64 512 4 8 0, 32 512 4 4 0, 32 512 4 8 0, 32 512 4 4 1, 32 256 2 4 0, 16 512 4 4 1"
+    )
     # Two channels a thread, then four; a group of rows read ahead or none; rows of any chains read at once.
     backward = (
-        "128 128 2 1 88 4, 128 128 2 1 88 2, 128 128 2 1 104 4, 64 128 2 1 88 4, 128 128 1 1 160 4,"
-        "256 128 2 0 64 2, 128 128 2 0 64 2, 128 128 2 0 80 4, 64 128 2 0 80 4, 256 128 2 0 80 4"
+        "256 128 2 1 88 4 1, 128 128 2 1 88 4 0, 128 128 2 1 88 4 1, 128 128 2 1 88 2 1, 128 128 2 1 104 4 1,"
+        "64 128 2 1 88 4 1, 128 128 1 1 160 4 1, 256 128 2 0 64 2 1, 128 128 2 0 64 2 1, 128 128 2 0 80 4 1"
     )
     for kind, tables in chains.items():
         report[f"forward {kind}"] = sweep(
             f"conv forward {kind}",
-            [convs.FORWARD, *table("BT BD num_warps ANY", forward)],
+            [convs.FORWARD, *table("BT BD num_warps ANY LAST_FIRST", forward)],
             lambda c, tables=tables: convs.launch_forward(x, weight, tables, y, c),
             2 * size,
         )
         report[f"backward {kind}"] = sweep(
             f"conv backward {kind}",
-            [convs.BACKWARD, *table("BT BD num_warps AHEAD maxnreg ANY", backward)],
+            [convs.BACKWARD, *table("BT BD num_warps AHEAD maxnreg ANY LAST_FIRST", backward)],
             lambda c, tables=tables: convs.launch_backward(x, weight, tables, dy, dx, c),
             3 * size,
         )
+    # The part of the backward pass that adds the sums of several chains.
+    slots = torch.randn(tables.slot_S.shape[0], WIDTH, device=DEVICE)
+    report[f"join {kind}"] = sweep(
+        f"conv join {kind}",
+        [convs.JOIN, *table("BD num_warps", "1024 4, 2048 4, 2048 8, 256 2, 512 2, 1024 8")],
+        lambda c: convs.launch_join(slots, tables, dx, c),
+        slots.numel() * 4 + tables.join_row_J.shape[0] * WIDTH * ROW,
+    )
     return report
 
 
@@ -522,7 +532,7 @@ SECTIONS: dict[str, Callable[[], Report]] = {
 def main() -> int:
     settings = {
         "rows": T,
-        "conv": {"forward": convs.FORWARD, "backward": convs.BACKWARD},
+        "conv": {"forward": convs.FORWARD, "backward": convs.BACKWARD, "join": convs.JOIN},
         "norm": {
             "forward": norms.FORWARD,
             "backward": norms.BACKWARD,

@@ -6,6 +6,7 @@ import json
 import sys
 import traceback
 
+import numpy as np
 import torch
 import torch._dynamo.testing
 
@@ -46,6 +47,24 @@ def conv_chain_ends() -> dict[str, object]:
             lambda x, w, tap=tap: short_conv.tree_short_conv(x, w, tap, backend="reference"),
             [numerics.randn(tap.shape[0], 5), numerics.randn(5, 4)],
         )
+    return {}
+
+
+def conv_shared_rows() -> dict[str, object]:
+    """Segments of one token below every row of a chain, alone and together: its groups share some of their sums."""
+    numerics = Numerics("cpu", torch.float32)
+    for block in (8, 16):
+        for config in (convs.FORWARD, convs.BACKWARD):
+            config.update(BT=block, BD=8)
+        for children in (*([row] for row in range(5, 15)), [9, 9, 9], [*range(24)], [1, 8, 15, 16, 22]):
+            tap = torch.from_numpy(taps_of(np.array([*range(-1, 23), *children])))
+            tables = chain_tables(tap, tap.shape[0])
+            assert (tables.backward_G < -1).any()
+            numerics.compare(
+                lambda x, w, tap=tap, tables=tables: convs.tree_short_conv_triton(x, w, tap, tables),
+                lambda x, w, tap=tap: short_conv.tree_short_conv(x, w, tap, backend="reference"),
+                [numerics.randn(tap.shape[0], 5), numerics.randn(5, 4)],
+            )
     return {}
 
 
@@ -123,7 +142,7 @@ def compiled_without_breaks() -> dict[str, object]:
     return {"graphs": frames}
 
 
-CASES = (conv, conv_chain_ends, norm_and_gates, rotary, well_formed, compiled_without_breaks)
+CASES = (conv, conv_chain_ends, conv_shared_rows, norm_and_gates, rotary, well_formed, compiled_without_breaks)
 
 
 def main(path: str, names: list[str]) -> None:

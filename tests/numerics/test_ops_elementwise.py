@@ -12,7 +12,15 @@ from harts_titan.ops.short_conv.taps import chain_tables
 from tests.numerics.elementwise_checks import TREES, Numerics, parents, taps_of
 from tests.numerics.interpreted_run import run_interpreted
 
-CASES = ("conv", "conv_chain_ends", "norm_and_gates", "rotary", "well_formed", "compiled_without_breaks")
+CASES = (
+    "conv",
+    "conv_chain_ends",
+    "conv_shared_rows",
+    "norm_and_gates",
+    "rotary",
+    "well_formed",
+    "compiled_without_breaks",
+)
 gpu = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
 

@@ -114,10 +114,13 @@ def conv_forward(
     BD: tl.constexpr,
     U: tl.constexpr,
     ANY: tl.constexpr = 4,
+    LAST_FIRST: tl.constexpr = 0,
 ):
     """``y[t] = silu(sum_j x[tap[t, j]] * weight[:, j])``; ``base`` is the first path row of a plain group, else -1."""
     ND: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0)
+    if LAST_FIRST:
+        pid = tl.num_programs(0) - 1 - pid
     i_b = (pid // ND).to(tl.int64) * BT
     i_e = tl.minimum(i_b + BT, T)
     o_d, m_d = _channels(pid % ND, D, BD)
@@ -261,6 +264,7 @@ def conv_backward(
     U: tl.constexpr,
     AHEAD: tl.constexpr,
     ANY: tl.constexpr = 4,
+    LAST_FIRST: tl.constexpr = 0,
 ):
     """Gradient of the inputs, and each row block's share (W, D) of the weight gradient.
 
@@ -270,6 +274,8 @@ def conv_backward(
     """
     ND: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0)
+    if LAST_FIRST:
+        pid = tl.num_programs(0) - 1 - pid
     i_n = (pid // ND).to(tl.int64)
     i_b = i_n * BT
     i_e = tl.minimum(i_b + BT, T)

@@ -20,7 +20,7 @@ from harts_titan.ops.short_conv.taps import GROUP_ROWS, KERNEL_TAPS, ChainTables
 FORWARD = {"BT": 64, "BD": 512, "num_warps": 4}
 BACKWARD = {"BT": 256, "BD": 128, "num_warps": 2, "AHEAD": 1, "maxnreg": 88}
 """Pinned launch configurations: rows and channels of a program; whether it reads a group of rows ahead."""
-_JOIN_CHANNELS = 512
+JOIN = {"BD": 512, "num_warps": 4}
 
 
 def tree_short_conv_triton(
@@ -116,13 +116,19 @@ def launch_backward(
             U=GROUP_ROWS,
             **options,
         )
-        num_joined = tables.join_row_J.shape[0]
-        if num_joined:
-            BD = min(_JOIN_CHANNELS, triton.next_power_of_2(D))
-            conv_backward_join[(num_joined * triton.cdiv(D, BD),)](
-                slots, tables.join_row_J, tables.join_ptr_J1, dx, D, BD=BD, num_warps=4
-            )
+    launch_join(slots, tables, dx, JOIN)
     return row_sums(dw, weight.dtype)
+
+
+def launch_join(slots: Tensor, tables: ChainTables, dx: Tensor, config: dict[str, int]) -> None:
+    """Fill the rows of ``dx`` that have float32 (slots, D) sums of several chains."""
+    D, num_joined = dx.shape[1], tables.join_row_J.shape[0]
+    options = _fit(config, D)
+    if num_joined:
+        with _device_of(dx):
+            conv_backward_join[(num_joined * triton.cdiv(D, options["BD"]),)](
+                slots, tables.join_row_J, tables.join_ptr_J1, dx, D, **options
+            )
 
 
 def _fit(config: dict[str, int], num_channels: int) -> dict[str, int]:
