@@ -23,7 +23,8 @@ def title(name: str, result: Report, command: str) -> str:
     versions = result.get("versions", {})
     shown = [package for package in ("triton", "fla-core", "flash-attn-4") if versions.get(package)]
     facts += [f"{package} {versions[package]}" for package in shown]
-    facts.append(f"{workload['trajectories']} trajectories, {workload['original_tokens']:,} original tokens")
+    nodes = f", {workload['nodes']:,} nodes" if workload.get("nodes") else ""
+    facts.append(f"{workload['trajectories']} trajectories, {workload['original_tokens']:,} original tokens{nodes}")
     if "ceilings" in result:
         ceilings = result["ceilings"]
         facts.append(
@@ -36,14 +37,15 @@ def title(name: str, result: Report, command: str) -> str:
 
 def update_tables(result: Report) -> str:
     modes = result["modes"]
-    header = ["mode", "seconds, median (min to max)", "original tokens/s", "rows"]
+    header = ["mode", "seconds, median (min to max)", "original tokens/s", "rows", "rounds"]
     counted = all("flops" in one for one in modes.values())
     if counted:
         header += ["PFLOP", "TFLOP/s", "of the GEMM", "peak GiB"]
     rows = []
     for mode, one in modes.items():
         spread = f"{one['seconds_median']:.3f} ({one['seconds_min']:.3f} to {one['seconds_max']:.3f})"
-        row = [f"`{mode}`", spread, f"{one['original_tokens_per_second']:,.0f}", f"{one['rows_executed']:,}"]
+        row = [f"`{mode}`", spread, f"{one['original_tokens_per_second']:,.0f}"]
+        row += [f"{one['rows_executed']:,}", f"{one['rounds_max']:,}"]
         if counted:
             row += [number(one["flops"]["executed"] / 1e15), number(one["hardware_tflops_per_second"])]
             row += [f"{one['hardware_utilisation']:.1%}", gib(one["peak_memory_bytes"])]

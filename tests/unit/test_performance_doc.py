@@ -24,7 +24,7 @@ COMMON = {
     "device": "GPU",
     "torch": "2.11",
     "versions": {"triton": "3.6", "flash-attn-4": None},
-    "workload": {"source": "data/treestep_65536.npz", "trajectories": 12, "original_tokens": 361200},
+    "workload": {"source": "data/treestep_65536.npz", "trajectories": 12, "original_tokens": 361200, "nodes": 111},
     "ceilings": {
         "copy_bytes_per_second": 4.2e12,
         "gemm_flops_per_second": 7.9e14,
@@ -36,7 +36,7 @@ RATIOS = {
     "flop_ratio": {"compact/expanded": 5.0},
     "share": {"compact/expanded": 0.98},
 }
-MODE = TIMES | SPEED | {"original_tokens_per_second": 120400.0, "rows_executed": 65096, "flops": FLOPS}
+MODE = TIMES | SPEED | {"original_tokens_per_second": 120400.0, "rows_executed": 65096, "rounds_max": 3, "flops": FLOPS}
 PASS = TIMES | SPEED | {"breakdown": BREAKDOWN, "elementwise": {"gb_per_second": 3100.0, "share_of_copy": 0.74}}
 UPDATE = COMMON | {
     "command": "update",
@@ -82,8 +82,9 @@ def test_tables_are_made_and_prose_is_kept(results):
     assert f"`harts-bench update {command}" in text and f"`harts-bench layer {command}" in text
     assert "copy 4.20 TB/s, GEMM 790 and grouped GEMM 680 TFLOP/s" in text
     assert "triton 3.6" in text and "flash-attn-4" not in text
+    assert "12 trajectories, 361,200 original tokens, 111 nodes;" in text
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
-    assert ["`compact`", "3.000 (2.900 to 3.250)", "120,400", "65,096", "4.0", "333", "42.1%", "90.0"] in rows
+    assert ["`compact`", "3.000 (2.900 to 3.250)", "120,400", "65,096", "3", "4.0", "333", "42.1%", "90.0"] in rows
     assert ["compact/expanded", "4.90", "5.00", "0.98"] in rows
     assert ["gemm", "6.0 (60%)"] in rows and ["no kernel", "2.0 (20%)"] in rows
     layer = ["3,000 / 3,000", "333 / 333 (42% / 42%)", "74% / 74%", "90.0"]
@@ -107,6 +108,25 @@ def test_figures_in_prose_are_those_of_a_result():
     ):
         for figure in re.findall(pattern, prose):
             assert figure == f"{timing[run]['forward_backward']['median'] / own:.{digits}f}", (run, figure)
+
+
+def test_the_headline_is_that_of_a_result():
+    text = " ".join((ROOT / "README.md").read_text().split())
+    pattern = (
+        r"(\d+) trajectories \(([\d,]+) original, ([\d,]+) compact tokens\).* takes (\S+) s against (\S+) s expanded"
+    )
+    found = re.search(pattern + r", \*\*(\S+)x\*\* for (\S+)x less work", text)
+    assert found is not None
+    known = []
+    for file in make.RESULTS.glob("bench_update_*.json"):
+        result = json.loads(file.read_text())
+        workload, ratios = result["workload"], result["ratios"]
+        compact, expanded = (result["modes"][mode] for mode in ("compact", "expanded"))
+        counts = (workload["original_tokens"], compact["rows_executed"])
+        seconds = (f"{one['seconds_median']:.2f}" for one in (compact, expanded))
+        gains = (f"{ratios[key]['compact/expanded']:.1f}" for key in ("speedup", "flop_ratio"))
+        known.append((str(workload["trajectories"]), *(f"{count:,}" for count in counts), *seconds, *gains))
+    assert found.groups() in known
 
 
 TIMED = {"median": 0.5, "tflop_per_s": 512.0, "share_of_gemm": 0.655, "gb_per_s": 3100.0, "share_of_copy": 0.74}
@@ -228,7 +248,7 @@ def test_results_of_a_cpu_and_of_other_models_have_what_they_have(results):
     result = UPDATE | {"modes": {"compact": bare}, "ratios": {"speedup": {}, "flop_ratio": {}, "share": {}}}
     (results / "bench_a.json").write_text(json.dumps(result))
     text = make.render("<!-- tables bench_a.json --><!-- end -->".replace("--><", "-->\n<"), results)
-    assert "| `compact` | 3.000 (2.900 to 3.250) | 120,400 | 65,096 |" in text
+    assert "| `compact` | 3.000 (2.900 to 3.250) | 120,400 | 65,096 | 3 |" in text
     timeless = BREAKDOWN | {"span_ms": None, "idle_ms": None}
     assert "| gemm | 6.0 (75%) |" in kinds_table({"compact": timeless})
     assert "| no kernel | - |" in kinds_table({"compact": timeless})
