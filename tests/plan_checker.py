@@ -9,6 +9,7 @@ are numbered depth first, and work items are counted row by row. A falsehood rai
 import argparse
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ def lower_bound(start, end, up, capacity, dp):
     return ((end - start) * times).sum()
 
 
-def check_step(tokens, offsets, plan, head, cost, nodewise):
+def check_step(tokens, offsets, plan, head, cost, nodewise, node_start=()):
     """Prove one step; return its figures and what is pooled over steps."""
     replica, slot, shared, bounds, kind, item_replica, item_index, item_rounds, ptr = (plan[a] for a in STEP[:9])
     D, chunk, live_limit = head["dp_degree"], head["chunk_size"], head["max_live_producers"]
@@ -88,6 +89,10 @@ def check_step(tokens, offsets, plan, head, cost, nodewise):
         need(((array >= 0) & (array < end)).all(), "replicas, slots and prefixes exist")
     order, rows, parent_G, depth_G = trie(tokens, offsets)
     window = np.repeat(np.arange(W), np.diff(bounds))[slot]
+    named = [
+        np.asarray(node_start)[lo:hi] - begin
+        for begin, (lo, hi) in zip(offsets, pairwise(np.searchsorted(node_start, offsets)))
+    ]
     work_JD, work_WD = np.zeros((3, J, D), int), np.zeros((3, W, D), int)  # rows, attended, recomputed pairs
     whole_JD, states_WD, figures, rounds = 0 * work_JD[0], 0 * work_WD[0], {"segments": 0, "replay_tokens": 0}, []
     seen_G, made_G, round_G = np.full((3, len(parent_G)), -1)
@@ -125,8 +130,11 @@ def check_step(tokens, offsets, plan, head, cost, nodewise):
         need((round_G[own] >= 0).all() and item_rounds[i] == call + 1, f"item {i}: all rows, all rounds")
         need(not cut or handed <= ends, f"item {i}: states are handed over at ends")
         round_G[own] = -1
+        until = shared if key[0] else length
+        above = {int(rows[x][p - 1]) for x in members for p in named[x] if 0 < p < until[x]}
+        need(above.isdisjoint({*own.tolist()} - ends), f"item {i}: nodes begin where the input says so")
         if len(own):
-            forest = segments(own, parent_G, depth_G, handed if cut else ())
+            forest = segments(own, parent_G, depth_G, (handed if cut else set()) | above)
             figures["segments"] += len(forest[0])
             rounds.append(call + 1)
 
@@ -224,10 +232,17 @@ def check(inputs, plan_file, json_file):
     need(cost["row_alignment"] == head["row_alignment"], "one alignment")
     need(len(inputs) == len(plans) == len(found["steps"]), "as many steps as inputs")
     done = []
+    nodewise = found["mode"] in ("nodewise", "depthwise")
     for path, plan, one in zip(inputs, plans, found["steps"]):
         with np.load(path) as step:
             figures, pooled = check_step(
-                step["tokens"], step["offsets"], plan, head, cost, found["mode"] in ("nodewise", "depthwise")
+                step["tokens"],
+                step["offsets"],
+                plan,
+                head,
+                cost,
+                nodewise,
+                step.get("node_start", ()) if nodewise else (),
             )
         l1 = [one.get(name, 0) for name in ("l1_tokens", "l1_slots", "l1_balance")]
         need([*map(type, l1)] == [int, int, float] and 0 < l1[2] <= 1, "level 1")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -71,8 +72,8 @@ def tree_of(tokens: np.ndarray, offsets: np.ndarray, node_start: np.ndarray | No
 
 def write_tree(path: str | Path, tree: StoredTree) -> None:
     """Write a tree file; see :func:`read_tree`."""
-    arrays = {"length": tree.length_N, "lcp": tree.lcp_N}
-    np.savez_compressed(path, **arrays if tree.node_start is None else arrays | {"node_start": tree.node_start})
+    nodes: dict[str, Any] = {} if tree.node_start is None else {"node_start": tree.node_start}
+    np.savez_compressed(path, length=tree.length_N, lcp=tree.lcp_N, **nodes)
 
 
 def read_tree(path: str | Path) -> StoredTree:

@@ -230,7 +230,8 @@ def _begun(step: _Step, item: _Item, first: Mapping[tuple[int, bytes | int], int
     begun: set[int] = set()
     for x in item.members:
         named = step.named(x, item.begin[x], item.limit[x])
-        at, key = item.begin[x], (-1, step.path(x, item.begin[x] + 1).tobytes())
+        at = item.begin[x]
+        key: tuple[int, bytes | int] = (-1, step.path(x, at + 1).tobytes())
         while named:
             v = first.get(key, -1)
             if v < 0 or min(named) < at:

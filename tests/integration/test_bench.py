@@ -87,6 +87,39 @@ def test_update_in_every_mode(tmp_path, tree):
         assert set(found["ratios"][name]) == {"compact/expanded", "compact/nodewise", "compact/depthwise"}
 
 
+@pytest.mark.parametrize("source", ["tree", "step"])
+def test_nodes_that_a_workload_names(tmp_path, source):
+    """Two named rows of shared paths beside the seven segments; a limit and a microbatch keep what is theirs."""
+    tokens, offsets = tokens_from_tree(LENGTH, LCP, 4096)
+    nodes = np.array([10, 70, 70 + 20, 160 + 60])
+    write_tree(tmp_path / "tree.npz", StoredTree(LENGTH, LCP, nodes))
+    np.savez(tmp_path / "step.npz", tokens=tokens, offsets=offsets, node_start=nodes)
+    path = tmp_path / f"{source}.npz"
+    options = [
+        "--tree" if source == "tree" else "--rollouts",
+        path,
+        "--repeats",
+        1,
+        "--warmup",
+        0,
+        "--breakdown",
+        "none",
+    ]
+    found = measured(tmp_path, "update", CONFIG, *options, "--modes", "nodewise,depthwise,compact,expanded")
+    assert found["workload"]["nodes"] == found["modes"]["nodewise"]["rounds_max"] == 10
+    # Depths of the path with most nodes: cut at 10 and 20, forks at 30, 50 and 80, cut at 60.
+    assert found["modes"]["depthwise"]["rounds_max"] == 7 and found["modes"]["compact"]["rounds_max"] == 2
+    found = measured(tmp_path, "layer", CONFIG, *options, "--modes", "nodewise,depthwise", "--kinds", "kda_dense")
+    assert found["workload"]["nodes"] == found["calls"]["nodewise"]["rounds_max"] == 10
+    assert found["calls"]["depthwise"]["rounds_max"] == 7
+    found = measured(tmp_path, "update", CONFIG, *options, "--modes", "nodewise", "--limit", 2)
+    assert found["workload"]["nodes"] == found["modes"]["nodewise"]["rounds_max"] == 5
+    if source == "step":
+        options += ["--tree.max_tokens", 100, "--dp", 2, "--microbatch", 0, "--modes", "nodewise"]
+        found = measured(tmp_path, "update", CONFIG, *options)
+        assert found["workload"]["nodes"] == found["modes"]["nodewise"]["rounds_max"]
+
+
 def test_an_update_is_taken_apart(tmp_path, tree):
     options = ["--tree", tree, "--modes", "compact", "--repeats", 1, "--warmup", 0, "--limit", 2]
     found = measured(tmp_path, "update", CONFIG, *options)["modes"]["compact"]

@@ -72,6 +72,47 @@ def test_plans_are_proven(tmp_path, dp, options):
     )
 
 
+@pytest.mark.parametrize("windows", ["on", "off"])
+@pytest.mark.parametrize("mode", ["nodewise", "depthwise", "compact"])
+def test_nodes_that_the_input_names(tmp_path, mode, windows):
+    """Figures follow from the definition; positions behind a limit are left out; other modes do not change."""
+    tokens, offsets = tasks(7)
+    nodes = np.flatnonzero(np.random.default_rng(7).random(len(tokens)) < 0.05)
+    np.savez(tmp_path / "named.npz", tokens=tokens, offsets=offsets, node_start=nodes)
+    np.savez(
+        tmp_path / "first.npz",
+        tokens=tokens[: offsets[20]],
+        offsets=offsets[:21],
+        node_start=nodes[nodes < offsets[20]],
+    )
+    (plain,) = write(tmp_path, [(tokens, offsets)])
+    options = ["--dp", 2, *SMALL, "--mode", mode, "--windows", windows]
+    totals = {}
+    for path in (tmp_path / "named.npz", plain, tmp_path / "first.npz"):
+        totals[path.stem] = check([path], *planned(tmp_path, [path], *options))
+    assert (totals["named"]["segments"] > totals[plain.stem]["segments"]) == (mode != "compact")
+    _, out = planned(tmp_path, [tmp_path / "named.npz"], *options, "--limit", 20)
+    assert json.loads(out.read_text())["segments"] == totals["first"]["segments"]
+    planned(tmp_path, [tmp_path / "named.npz"], *options, "--validate")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "message"),
+    [
+        (np.array([3, 1]), "node_start[1] is 1 after 3"),
+        (np.array([999]), "node_start[0] is 999; must be a position of the"),
+        (np.array([-1]), "node_start[0] is -1"),
+        (np.array([0.5]), "node_start: is float64"),
+        (np.zeros((1, 1), int), "node_start: is int64 of shape (1, 1)"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(tmp_path, capsys, nodes, message):
+    np.savez(tmp_path / "step.npz", tokens=np.arange(9, dtype=np.int32), offsets=np.array([0, 4, 9]), node_start=nodes)
+    assert common.run(main, [str(tmp_path / "step.npz")]) == 2
+    error = capsys.readouterr().err
+    assert "step.npz: " in error and message in error
+
+
 @pytest.mark.parametrize("dp", [2, 3, 8])
 def test_prefixes_of_each_other(tmp_path, dp):
     # Microbatches of short ones do not have all rows of the path that all of them lie on.

@@ -59,12 +59,33 @@ def test_operations_of_a_tree_are_those_torch_counts(mode, recompute):
     assert (seen[0] + added[0], seen[1] + added[1]) == (forward, both - forward)
 
 
+@pytest.mark.parametrize("mode", ["nodewise", "depthwise"])
+def test_operations_of_named_nodes_are_those_torch_counts(mode):
+    """Nodes of whole groups of chunks, two on one path: restarting the grid there costs no operation."""
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(0, 64, 2 * GROUP_ROWS)
+    made = [np.concatenate([trunk, [n], rng.integers(0, 64, GROUP_ROWS - 1)]) for n in range(2)]
+    tokens, offsets = np.concatenate(made).astype(np.int32), np.arange(3) * 3 * GROUP_ROWS
+    args = small_args()
+    calls = calls_of(tokens, offsets, mode, node_start=np.array([GROUP_ROWS]))
+    assert [call.num_segments for call in calls] == [4]
+    work = work_of_calls(calls)
+    assert work.rows == work.packed_rows == 4 * GROUP_ROWS
+    read = replace(work, pairs=tile_pairs(calls))
+    one = row_operations(args, chunk_size=CHUNK)
+    forward = count_flops(read, one, recompute=False, backward=False).executed
+    both = count_flops(read, one, recompute=False).executed
+    seen, added = counted(args, calls, recompute=False), unseen(args, read, recompute=False)
+    assert (seen[0] + added[0], seen[1] + added[1]) == (forward, both - forward)
+
+
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_work_is_that_of_the_definition(mode):
+def test_work_is_that_of_the_definition(mode, named):
     tokens, offsets = rollouts(3)
     paths = [tuple(tokens[lo:hi].tolist()) for lo, hi in itertools.pairwise(offsets)]
     prefixes = {path[: i + 1] for path in paths for i in range(len(path))}
-    calls = calls_of(tokens, offsets, mode)
+    calls = calls_of(tokens, offsets, mode, node_start=np.arange(0, len(tokens), 5) if named else None)
     work = work_of_calls(calls)
     whole = [path[: i + 1] for path in paths for i in range(len(path))]
     rows = whole if mode == "expanded" else prefixes
@@ -114,11 +135,13 @@ def test_parts_and_totals():
     assert alone.executed == sum(flops.forward.values()) + 4 * one.core
 
 
+@pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("dp_degree", [1, 2])
-def test_a_plan_is_counted_without_its_rows(mode, dp_degree):
+def test_a_plan_is_counted_without_its_rows(mode, dp_degree, named):
     tokens, offsets = rollouts(2)
     options = {"capacity": 90, "chunk_size": CHUNK, "dp_degree": dp_degree, "mode": mode}
+    options["node_start"] = np.arange(0, len(tokens), 5) if named else None
     laid_out = plan_step(tokens, offsets, **options)
     calls = [call for consumer in laid_out.consumers() for call in consumer.calls]
     plan = plan_step(tokens, offsets, **options, replicas=())
