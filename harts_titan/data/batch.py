@@ -267,7 +267,7 @@ class RolloutBatch:
             flat[name] = None if present is None else np.concatenate([getattr(b, name) for b in batches])
         if flat["node_start"] is not None:
             begin = np.cumsum([0, *(b.num_positions for b in batches)])
-            flat["node_start"] += np.repeat(begin[:-1], [np.size(b.node_start) for b in batches])
+            flat["node_start"] += np.repeat(begin[:-1], [np.asarray(b.node_start).size for b in batches])
         for other in batches[1:]:
             ids, other_ids = first.original_id, other.original_id
             same = np.array_equal(ids, other_ids) if ids is not None and other_ids is not None else ids is other_ids

@@ -22,7 +22,8 @@ from harts_titan.tree.rounds import RoundPlan, plan_rounds
 
 MODES = ("compact", "nodewise", "depthwise", "expanded")
 RESTARTING = ("nodewise", "depthwise")
-"""Modes whose chunk grid restarts at every segment, a node of the rollout tree: final states are handed over, nothing is replayed."""
+"""Modes whose chunk grid restarts at every segment, a node of the rollout tree: final states are handed over, nothing
+is replayed."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ class CallWork:
     rows: int = 0
     """Own rows: what every layer computes once."""
     packed_rows: int = 0
-    """Rows of the linear-attention sequences; own rows and replayed ones, without what fills a sequence's last chunk."""
+    """Rows of the linear-attention sequences; own rows and replayed ones, without what fills last chunks."""
     pairs: int = 0
     """Pairs of a row and a row it sees, itself included."""
     head_rows: int = 0
