@@ -14,6 +14,7 @@ from harts_titan.cli import common, plan_file
 from harts_titan.cli import plan as plan_module
 from harts_titan.cli.plan import main
 from harts_titan.cli.plan_figures import ADDED, PHASES, overall_figures
+from harts_titan.cli.plan_options import build_parser, settings_of
 from harts_titan.cli.plan_plot import forest_lines
 from harts_titan.cli.plan_read import peak_bytes, read_npz, resident_bytes
 from harts_titan.data.synthetic import write_synthetic
@@ -243,8 +244,8 @@ def test_nothing_is_compiled_while_it_is_timed(tmp_path, kind, arguments):
 
 def test_a_cold_cache_is_said(capsys, monkeypatch):
     """Once per machine: as soon as the first kernels turn out not to be in numba's cache."""
-    options = plan_module._parser().parse_args(["step.npz"])
-    settings = plan_module.settings_of(options)
+    options = build_parser().parse_args(["step.npz"])
+    settings = settings_of(options)
     counts = iter([0, 0, 3, 7])
     monkeypatch.setattr(plan_module, "compilations", lambda: next(counts))
     WARM_UP(settings)
