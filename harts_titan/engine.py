@@ -26,10 +26,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.profiler import record_function
-from torchtitan.tools.utils import device_type
 
 from harts_titan.data import RolloutBatch, apply_overlong, check_vocabulary, token_aligned
-from harts_titan.models.building import build_model, build_optimizers, data_parallel_dims
+from harts_titan.models.building import build_model, build_optimizers, data_parallel_dims, default_device
 from harts_titan.models.common.router_losses import update_expert_bias
 from harts_titan.models.train_specs import hugging_face_format, plan_cost_of
 from harts_titan.ops import OpsBackends
@@ -133,9 +132,7 @@ class Engine:
             config = copy.deepcopy(config)
             config.training.dtype = config.training.mixed_precision_param = dtype
         dims = data_parallel_dims()
-        device = (
-            torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-        )
+        device = default_device()
         model = build_model(config, dims, device, hf_dir=hf_dir, checkpoint=checkpoint)
         optimizers, schedulers = build_optimizers(model, config, dims) if with_optimizer else (None, None)
         distributed = dist.is_available() and dist.is_initialized()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.tools.utils import set_default_dtype
+from torchtitan.tools.utils import device_type, set_default_dtype
 
 from harts_titan.models.train_specs import hugging_face_format, model_args_of
 from harts_titan.parallel.checkpoint import load_checkpoint
@@ -20,6 +20,11 @@ def data_parallel_dims() -> ParallelDims:
     """Return degrees of parallelism that shard over the default process group, or over one rank if there is none."""
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return ParallelDims(dp_replicate=1, dp_shard=world, cp=1, tp=1, pp=1, ep=1, etp=1, world_size=world)
+
+
+def default_device() -> torch.device:
+    """Return the process's current GPU, or the CPU where there is none."""
+    return torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
 
 
 def build_model(
