@@ -331,7 +331,7 @@ def sweep_conv() -> Report:
     )
     # Two channels a thread, then four; a group of rows read ahead or none; rows of any chains read at once.
     backward = (
-        "256 128 2 1 88 4 1, 128 128 2 1 88 4 0, 128 128 2 1 88 4 1, 128 128 2 1 88 2 1, 128 128 2 1 104 4 1,"
+        "256 128 2 1 88 4 0, 256 128 2 1 88 4 1, 128 128 2 1 88 4 1, 128 128 2 1 88 2 1, 128 128 2 1 104 4 1,"
         "64 128 2 1 88 4 1, 128 128 1 1 160 4 1, 256 128 2 0 64 2 1, 128 128 2 0 64 2 1, 128 128 2 0 80 4 1"
     )
     for kind, tables in chains.items():
@@ -392,7 +392,7 @@ def floors(rows: int, width: int) -> Report:
 SMALL_FORWARD = "4096 2 0, 4096 2 1, 4096 4 0, 4096 4 1, 2048 2 1, 1024 1 1, 2048 1 1, 8192 4 1"
 # Elements of a tile, rows of a program, warps, tiles on their way; then the alternatives of ``norm_backward``.
 SMALL_NORMS = (
-    "1024 128 2 4 0 0 0, 1024 128 2 4 1 0 0, 1024 128 2 4 0 1 0, 1024 128 2 4 0 0 1, 1024 128 2 4 1 1 1,"
+    "2048 128 4 3 0 0 0, 1024 128 2 4 1 0 0, 1024 128 2 4 0 1 0, 1024 128 2 4 0 0 1, 1024 128 2 4 1 1 1,"
     "1024 256 2 5 1 1 1, 1024 128 2 6 0 1 1, 512 128 2 6 0 1 1, 512 256 2 6 0 1 1, 512 128 1 6 0 1 1,"
     "1024 128 1 4 0 1 1, 512 64 1 4 0 0 1, 512 64 1 4 1 1 1, 1024 256 4 4 0 1 1, 2048 256 4 4 1 1 1"
 )

@@ -17,7 +17,7 @@ from harts_titan.ops.row_sums import row_sums
 FORWARD = {"TILE": 4096, "num_warps": 2}
 GATED_FORWARD = {"TILE": 2048, "num_warps": 4}
 BACKWARD = {"TILE": 2048, "BT": 64, "num_warps": 4, "STAGES": 3}
-NARROW_BACKWARD = {"TILE": 2048, "BT": 128, "num_warps": 4, "STAGES": 4}
+NARROW_BACKWARD = {"TILE": 1024, "BT": 128, "num_warps": 2, "STAGES": 4}
 GATED_BACKWARD = {"TILE": 2048, "BT": 512, "num_warps": 8, "STAGES": 3}
 """Pinned launch configurations: elements of a tile (whole rows), rows of a backward program, tiles on their way there.
 Narrow rows are up to ``_NARROW`` elements; gated ones are the many rows of heads."""

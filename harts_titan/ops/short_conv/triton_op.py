@@ -18,7 +18,7 @@ from harts_titan.ops.short_conv.kernels import conv_backward, conv_backward_join
 from harts_titan.ops.short_conv.taps import GROUP_ROWS, KERNEL_TAPS, ChainTables, chain_tables
 
 FORWARD = {"BT": 64, "BD": 512, "num_warps": 4}
-BACKWARD = {"BT": 256, "BD": 128, "num_warps": 2, "AHEAD": 1, "maxnreg": 88}
+BACKWARD = {"BT": 128, "BD": 128, "num_warps": 2, "AHEAD": 1, "maxnreg": 88}
 """Pinned launch configurations: rows and channels of a program; whether it reads a group of rows ahead."""
 JOIN = {"BD": 512, "num_warps": 4}
 
@@ -40,7 +40,7 @@ def tree_short_conv_triton(
     Raises:
         ValueError: If shapes or dtypes do not fit.
 
-    Memory: the backward pass holds float32 (T / 256, taps, D) and (slots, D) buffers; there is a slot for every path
+    Memory: the backward pass holds float32 (T / 128, taps, D) and (slots, D) buffers; there is a slot for every path
     row and chain that read it together, where more than one chain does.
     """
     if x_YD.dtype not in (torch.float16, torch.bfloat16, torch.float32):
