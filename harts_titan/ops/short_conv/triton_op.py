@@ -18,7 +18,7 @@ from harts_titan.ops.short_conv.kernels import conv_backward, conv_backward_join
 from harts_titan.ops.short_conv.taps import GROUP_ROWS, KERNEL_TAPS, ChainTables, chain_tables
 
 FORWARD = {"BT": 64, "BD": 512, "num_warps": 4}
-BACKWARD = {"BT": 128, "BD": 128, "num_warps": 2, "AHEAD": 1, "maxnreg": 88}
+BACKWARD = {"BT": 128, "BD": 128, "num_warps": 2, "AHEAD": 1, "ANY": 4, "LAST_FIRST": 1, "maxnreg": 104}
 """Pinned launch configurations: rows and channels of a program; whether it reads a group of rows ahead."""
 JOIN = {"BD": 512, "num_warps": 4}
 
