@@ -23,7 +23,8 @@ from torch import Tensor
 
 from harts_titan.ops.logprob import VocabularyShard, linear_logprobs, recover_logprobs, triton_op
 from harts_titan.ops.logprob.kernels import logit_gradients, tile_statistics
-from harts_titan.ops.logprob.triton_op import _LabelTerms, _product, _Tiles, finish
+from harts_titan.ops.logprob.launches import LabelTerms, TileStatistics, product
+from harts_titan.ops.logprob.triton_op import finish
 
 DTYPE = torch.float16 if DRY else torch.bfloat16
 ROWS, DIM, WORDS = (24, 32, 3000) if DRY else (65_536, 1536, 157_184)
@@ -207,9 +208,9 @@ def bare() -> Report:
                 run(a, b, *(t[: ROWS * (b - a)].view(ROWS, b - a) for t in (wide, narrow)))
 
         parts: dict[str, Callable[[int, int, Tensor, Tensor], object]] = {
-            "logits_float32": lambda a, b, z, dz: _product(hidden, weight[a:b].t(), z),
-            "logits_16": lambda a, b, z, dz: _product(hidden, weight[a:b].t(), dz),
-            "dhidden_added": lambda a, b, z, dz: _product(dz, weight[a:b], dhidden, add=a > 0),
+            "logits_float32": lambda a, b, z, dz: product(hidden, weight[a:b].t(), z),
+            "logits_16": lambda a, b, z, dz: product(hidden, weight[a:b].t(), dz),
+            "dhidden_added": lambda a, b, z, dz: product(dz, weight[a:b], dhidden, add=a > 0),
             "dweight": lambda a, b, z, dz: torch.mm(dz.t(), hidden, out=dweight[a:b]),
         }
         for name, run in parts.items():
@@ -238,25 +239,25 @@ def vocabulary_blocks(
     def view(flat: Tensor, a: int, b: int) -> Tensor:
         return flat[: ROWS * (b - a)].view(ROWS, b - a)
 
-    tiles = _Tiles(hidden, ROWS, WORDS, label)
+    tiles = TileStatistics(hidden, ROWS, WORDS, label)
     flat = hidden.new_empty(ROWS * width, dtype=forward)
     for a, b in blocks:
         z = view(flat, a, b)
-        _product(hidden, weight[a:b].t(), z)
+        product(hidden, weight[a:b].t(), z)
         tiles.add(z, a, row, label, 0)
     *statistics, label_logit = tiles.combine()
     lse, entropy = finish(*statistics)
     del tiles, flat
-    terms = _LabelTerms(row, label, (lse, entropy, label_logit), *d)
+    terms = LabelTerms(row, label, (lse, entropy, label_logit), *d)
     dhidden = hidden.new_empty(hidden.shape, dtype=torch.float32)
     dweight = torch.empty_like(weight)
     flat = hidden.new_empty(ROWS * width, dtype=backward)
     narrow = flat if backward == hidden.dtype else hidden.new_empty(ROWS * width)
     for a, b in blocks:
         z, dz = view(flat, a, b), view(narrow, a, b)
-        _product(hidden, weight[a:b].t(), z)
+        product(hidden, weight[a:b].t(), z)
         terms.write(z, dz, a)
-        _product(dz, weight[a:b], dhidden, add=a > 0)
+        product(dz, weight[a:b], dhidden, add=a > 0)
         torch.mm(dz.t(), hidden, out=dweight[a:b])
     logprob = torch.where(label >= 0, label_logit - lse[row], 0.0)
     return [logprob, entropy, dhidden.to(hidden.dtype), dweight]
@@ -276,17 +277,17 @@ def row_blocks(
     for a in range(0, ROWS, rows):
         b = min(a + rows, ROWS)
         z = wide[: (b - a) * WORDS].view(b - a, WORDS)
-        _product(hidden[a:b], weight.t(), z)
-        tiles = _Tiles(hidden, b - a, WORDS, label[:0])
+        product(hidden[a:b], weight.t(), z)
+        tiles = TileStatistics(hidden, b - a, WORDS, label[:0])
         tiles.add(z, 0, row[:0], label[:0], 0)
         outputs.append(finish(*tiles.combine()[:3]))
     for i, a in enumerate(range(0, ROWS, rows)):
         b = min(a + rows, ROWS)
         z, dz = (t[: (b - a) * WORDS].view(b - a, WORDS) for t in (wide, narrow))
-        _product(hidden[a:b], weight.t(), z)
-        _LabelTerms(row[:0], label[:0], (*outputs[i], label[:0].float()), None, d[1][a:b]).write(z, dz, 0)
+        product(hidden[a:b], weight.t(), z)
+        LabelTerms(row[:0], label[:0], (*outputs[i], label[:0].float()), None, d[1][a:b]).write(z, dz, 0)
         torch.mm(dz, weight, out=dhidden[a:b])
-        _product(dz.t(), hidden[a:b], total, add=a > 0)
+        product(dz.t(), hidden[a:b], total, add=a > 0)
     return [torch.cat([o[1] for o in outputs]), dhidden, total.to(weight.dtype)]
 
 
@@ -387,9 +388,9 @@ def kernels() -> Report:
     _, _, row, label = problem(ROWS, words=width, dim=8)
     d = gradients(ROWS, row.numel())
     saved = (vectors[0], vectors[1], torch.randn(row.numel(), device=DEVICE))
-    all_tiles = _Tiles(z, ROWS, WORDS, label)
-    note("label_terms", 8.0 * row.numel(), lambda: _LabelTerms(row, label, saved, *d))
-    terms = _LabelTerms(row, label, saved, *d)
+    all_tiles = TileStatistics(z, ROWS, WORDS, label)
+    note("label_terms", 8.0 * row.numel(), lambda: LabelTerms(row, label, saved, *d))
+    terms = LabelTerms(row, label, saved, *d)
     note("statistics_with_labels", 4.0 * z.numel(), lambda: all_tiles.add(z, 0, row, label, 0))
     note("gradients_with_labels", 6.0 * z.numel(), lambda: terms.write(z, dz, 0))
     note("combine_tiles", 12.0 * ROWS * -(-WORDS // 1024), all_tiles.combine)

@@ -31,7 +31,7 @@ from harts_titan.models.common.feed_forward import FeedForward
 from harts_titan.models.common.moe import GroupedExperts, MoE, Router
 from harts_titan.ops import moe
 from harts_titan.ops.assembler import require_sound_ptxas
-from harts_titan.ops.moe import triton_op
+from harts_titan.ops.moe import launches, triton_op
 
 DTYPE = torch.float32 if DRY else torch.bfloat16
 ROWS, DIM, HIDDEN, EXPERTS, TOP_K = (20, 64, 32, 16, 4) if DRY else (65_536, 1536, 512, 128, 8)
@@ -218,7 +218,7 @@ def large_offsets() -> Report:
 
 @contextmanager
 def settings(**values: int) -> Iterator[None]:
-    with mock.patch.multiple(triton_op, **values):
+    with mock.patch.multiple(launches, **values):
         yield
 
 
@@ -298,14 +298,14 @@ def rows() -> Report:
             noted(
                 report,
                 f"activation_{flat}_w{warps}",
-                lambda: triton_op._activate(gate, up, 0.0),
+                lambda: launches.activate(gate, up, 0.0),
                 num_bytes=3 * half,
                 bandwidth=copy,
             )
             noted(
                 report,
                 f"activation_backward_{flat}_w{warps}",
-                lambda: triton_op._activate_backward(gate, up, da, 0.0),
+                lambda: launches.activate_backward(gate, up, da, 0.0),
                 num_bytes=6 * half,
                 bandwidth=copy,
             )
@@ -338,7 +338,7 @@ def router() -> Report:
     noted(
         report,
         "split_parts",
-        lambda: triton_op.split_parts[(-(-dlogits.numel() // 2048),)](
+        lambda: launches.split_parts[(-(-dlogits.numel() // 2048),)](
             dlogits, parts, dlogits.numel(), EXPERTS, B=2048, num_warps=4
         ),
         num_bytes=10 * dlogits.numel(),

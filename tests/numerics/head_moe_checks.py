@@ -22,7 +22,7 @@ if __name__ == "__main__":
 from harts_titan.ops import moe
 from harts_titan.ops.logprob import VocabularyShard, linear_logprobs, recover_logprobs, triton_op
 from harts_titan.ops.logprob.launches import TileStatistics
-from harts_titan.ops.moe import triton_op as moe_triton
+from harts_titan.ops.moe.kernels import split_parts
 from tests.numerics.kernel_checks import filled_allocations
 from tests.numerics.ops_cases import relative
 
@@ -347,7 +347,7 @@ def moe_router(s: Setting) -> None:
     close(got[1:], want[1:], 2.0**-8, "gradients")
     values = s.randn(9, 8, seed=2, scale=1e-3, dtype=torch.float32)
     parts = torch.empty(9, 24, dtype=torch.bfloat16, device=s.device)
-    moe_triton.split_parts[(1,)](values, parts, 72, 8, B=128)
+    split_parts[(1,)](values, parts, 72, 8, B=128)
     assert torch.equal(parts.double().view(9, 3, 8).sum(1), values.double())
 
 

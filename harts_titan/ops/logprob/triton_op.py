@@ -324,6 +324,3 @@ def _differentiate_recover(ctx, dlogprob, dentropy, _dlse, _dlabel_logit):
 
 
 _recover_logprobs.register_autograd(_differentiate_recover, setup_context=_save_recover)
-
-# TODO(benchmarks/gpu_head.py imports launches.py): names from before the launches had a module of their own.
-_LabelTerms, _Tiles, _product = LabelTerms, TileStatistics, product

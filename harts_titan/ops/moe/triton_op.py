@@ -8,38 +8,20 @@ order (read or written once) to their A places, so that the smaller side is touc
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
-import triton
 from torch import Tensor
 
-from harts_titan.ops.moe.kernels import (
-    activation_backward,
-    activation_forward,
-    choose_backward,
-    choose_forward,
-    combine_backward,
-    route_counts,
-    route_places,
-    route_scan,
-    scatter_rows,
-    split_parts,
-    sum_rows,
+from harts_titan.ops.moe.launches import (
+    activate,
+    activate_backward,
+    choose,
+    choose_gradient,
+    combine_gradients,
+    gather_sums,
+    scatter,
+    sort_by_expert,
+    split_float32,
 )
-
-_ROUTE_BLOCK = 64
-_SCAN_BLOCK = 1024
-_CHOOSE_ROWS, _CHOOSE_WARPS = 4, 4
-_COLUMNS, _COLUMN_WARPS = 512, 2
-"""Columns of one program of the row movers; 16 bytes a thread and access in 16-bit dtypes with 2 warps."""
-_COMBINE_COLUMNS, _COMBINE_WARPS = 512, 4
-_FLAT, _FLAT_WARPS = 2048, 4
-
-
-def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    # Triton launches on the current device, which need not be the tensors'.
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
 def _wide_product(left: Tensor, right: Tensor) -> Tensor:
@@ -48,9 +30,6 @@ def _wide_product(left: Tensor, right: Tensor) -> Tensor:
         return torch.mm(left, right, out_dtype=torch.float32)
     # The CPU runs these ops in tests only and has no mixed product.
     return left.float() @ right.float()
-
-
-# ---- router
 
 
 @torch.library.custom_op("harts_titan::router_logits", mutates_args=(), schema="(Tensor x, Tensor weight) -> Tensor")
@@ -73,11 +52,7 @@ def _router_logits_backward(x, weight, dlogits, need_x):
     (T, E), D = dlogits.shape, x.shape[1]
     # A float32 factor is the sum of three bfloat16 ones; their products with bfloat16 are exact.
     parts = x.new_empty((T, 3 * E))
-    if parts.numel():
-        with _device_of(x):
-            split_parts[(triton.cdiv(T * E, _FLAT),)](
-                dlogits.float().contiguous(), parts, T * E, E, B=_FLAT, num_warps=_FLAT_WARPS
-            )
+    split_float32(dlogits, parts)
     dx = parts @ weight.repeat(3, 1) if need_x else x.new_empty((0, D))
     return dx, _wide_product(parts.t(), x).view(3, E, D).sum(0).to(weight.dtype)
 
@@ -109,29 +84,10 @@ router_logits.register_autograd(_differentiate_router, setup_context=_save_input
 )
 def choose_experts(logits, bias, previous, num_groups, top_groups, top_k, scale):
     """Chosen experts (T, A) int64 and combination weights (T, A) float32; E and the groups are powers of two."""
-    T, E = logits.shape
+    T = logits.shape[0]
     topk = torch.empty((T, top_k), dtype=torch.int64, device=logits.device)
     weight = torch.empty((T, top_k), dtype=torch.float32, device=logits.device)
-    if T:
-        with _device_of(logits):
-            choose_forward[(triton.cdiv(T, _CHOOSE_ROWS),)](
-                logits.contiguous(),
-                bias,
-                topk if previous is None else previous.contiguous(),
-                topk,
-                weight,
-                T,
-                scale,
-                E=E,
-                G=num_groups,
-                TG=top_groups,
-                A=top_k,
-                AP=triton.next_power_of_2(top_k),
-                BT=_CHOOSE_ROWS,
-                HAS_PREVIOUS=previous is not None,
-                LIBDEVICE=logits.is_cuda,
-                num_warps=_CHOOSE_WARPS,
-            )
+    choose(logits, bias, previous, topk, weight, num_groups=num_groups, top_groups=top_groups, scale=scale)
     return topk, weight
 
 
@@ -147,23 +103,8 @@ def _(logits, bias, previous, num_groups, top_groups, top_k, scale):
     schema="(Tensor logits, Tensor topk, Tensor dweight, float scale) -> Tensor",
 )
 def _choose_experts_backward(logits, topk, dweight, scale):
-    T, E = logits.shape
-    dlogits = logits.new_empty((T, E))
-    if T:
-        with _device_of(logits):
-            choose_backward[(triton.cdiv(T, _CHOOSE_ROWS),)](
-                logits.contiguous(),
-                topk,
-                dweight.contiguous(),
-                dlogits,
-                T,
-                scale,
-                E=E,
-                A=topk.shape[1],
-                BT=_CHOOSE_ROWS,
-                LIBDEVICE=logits.is_cuda,
-                num_warps=_CHOOSE_WARPS,
-            )
+    dlogits = logits.new_empty(logits.shape)
+    choose_gradient(logits, topk, dweight, dlogits, scale=scale)
     return dlogits
 
 
@@ -185,26 +126,15 @@ def _differentiate_choice(ctx, _dtopk, dweight):
 choose_experts.register_autograd(_differentiate_choice, setup_context=_save_choice)
 
 
-# ---- routes
-
-
 @torch.library.custom_op(
     "harts_titan::expert_routes", mutates_args=(), schema="(Tensor topk, int num_experts) -> (Tensor, Tensor, Tensor)"
 )
 def expert_routes(topk, num_experts):
     """``Routes``: stable counting sort of the (row, slot) pairs by expert."""
     topk = topk.contiguous()
-    R = topk.numel()
-    order, place = topk.new_empty((R,)), topk.new_empty(topk.shape)
+    order, place = topk.new_empty((topk.numel(),)), topk.new_empty(topk.shape)
     count = topk.new_zeros((num_experts,))
-    if R:
-        num_blocks = triton.cdiv(R, _ROUTE_BLOCK)
-        shape = {"EP": triton.next_power_of_2(num_experts), "BR": _ROUTE_BLOCK, "num_warps": 4}
-        block_count = topk.new_empty((num_experts, num_blocks), dtype=torch.int32)
-        with _device_of(topk):
-            route_counts[(num_blocks,)](topk, block_count, R, num_blocks, num_experts, **shape)
-            route_scan[(num_experts,)](block_count, count, num_blocks, B=_SCAN_BLOCK, num_warps=4)
-            route_places[(num_blocks,)](topk, block_count, count, place, order, R, num_blocks, num_experts, **shape)
+    sort_by_expert(topk, order, place, count)
     return order, place, count
 
 
@@ -213,47 +143,10 @@ def _(topk, num_experts):
     return topk.new_empty((topk.numel(),)), topk.new_empty(topk.shape), topk.new_empty((num_experts,))
 
 
-# ---- moving rows
-
-
-def _columns(num_columns: int) -> tuple[int, int]:
-    block = min(_COLUMNS, triton.next_power_of_2(num_columns))
-    return block, triton.cdiv(num_columns, block)
-
-
-def _sum_rows(y: Tensor, place: Tensor, weight: Tensor | None, base: Tensor | None) -> Tensor:
-    (T, A), D = place.shape, y.shape[1]
-    out = y.new_empty((T, D))
-    if out.numel():
-        block, num = _columns(D)
-        with _device_of(y):
-            sum_rows[(T * num,)](
-                y.contiguous(),
-                place,
-                place if weight is None else weight.contiguous(),
-                y if base is None else base.contiguous(),
-                out,
-                D,
-                A=A,
-                BD=block,
-                HAS_WEIGHT=weight is not None,
-                HAS_BASE=base is not None,
-                num_warps=_COLUMN_WARPS,
-            )
-    return out
-
-
 @torch.library.custom_op("harts_titan::dispatch_rows", mutates_args=(), schema="(Tensor x, Tensor place) -> Tensor")
 def dispatch_rows(x, place):
     """Each row at its A places: (R, D)."""
-    (T, A), D = place.shape, x.shape[1]
-    out = x.new_empty((T * A, D))
-    if out.numel():
-        x = x if x.stride(1) == 1 else x.contiguous()
-        block, num = _columns(D)
-        with _device_of(x):
-            scatter_rows[(T * num,)](x, place.contiguous(), out, D, x.stride(0), A=A, BD=block, num_warps=_COLUMN_WARPS)
-    return out
+    return scatter(x, place)
 
 
 @dispatch_rows.register_fake
@@ -263,7 +156,7 @@ def _(x, place):
 
 @torch.library.custom_op("harts_titan::gather_rows", mutates_args=(), schema="(Tensor y, Tensor place) -> Tensor")
 def _gather_rows(y, place):
-    return _sum_rows(y, place.contiguous(), None, None)
+    return gather_sums(y, place.contiguous(), None, None)
 
 
 @_gather_rows.register_fake
@@ -289,7 +182,7 @@ dispatch_rows.register_autograd(_differentiate_dispatch, setup_context=_save_pla
 )
 def combine_rows(y, weight, place, base):
     """Weighted sum of each row's A expert outputs, plus the row of ``base``: (T, D)."""
-    return _sum_rows(y, place.contiguous(), weight, base)
+    return gather_sums(y, place.contiguous(), weight, base)
 
 
 @combine_rows.register_fake
@@ -303,26 +196,10 @@ def _(y, weight, place, base):
     schema="(Tensor dout, Tensor y, Tensor weight, Tensor place) -> (Tensor, Tensor)",
 )
 def _combine_rows_backward(dout, y, weight, place):
-    (T, A), D = place.shape, y.shape[1]
     dy, dweight = y.new_empty(y.shape), weight.new_empty(weight.shape)
-    if T == 0 or D == 0:
+    if place.shape[0] == 0 or y.shape[1] == 0:
         return dy, dweight.zero_()
-    block = min(_COMBINE_COLUMNS, triton.next_power_of_2(D))
-    with _device_of(y):
-        combine_backward[(T,)](
-            dout.contiguous(),
-            y.contiguous(),
-            place.contiguous(),
-            weight.contiguous(),
-            dy,
-            dweight,
-            D,
-            A=A,
-            AP=triton.next_power_of_2(A),
-            BD=block,
-            ND=triton.cdiv(D, block),
-            num_warps=_COMBINE_WARPS,
-        )
+    combine_gradients(dout, y, weight, place, dy, dweight)
     return dy, dweight
 
 
@@ -343,31 +220,6 @@ def _differentiate_combine(ctx, dout):
 combine_rows.register_autograd(_differentiate_combine, setup_context=_save_combine)
 
 
-# ---- experts
-
-
-def _activate(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    out = gate.new_empty(gate.shape)
-    if out.numel():
-        with _device_of(gate):
-            activation_forward[(triton.cdiv(out.numel(), _FLAT),)](
-                gate, up, out, out.numel(), limit, HAS_LIMIT=limit != 0.0, B=_FLAT, num_warps=_FLAT_WARPS
-            )
-    return out
-
-
-def _activate_backward(gate: Tensor, up: Tensor, da: Tensor, limit: float) -> tuple[Tensor, Tensor]:
-    """Gradients of gate and up side by side (R, 2 F), and the activation."""
-    (R, F), out = gate.shape, gate.new_empty(gate.shape)
-    dh = gate.new_empty((R, 2 * F))
-    if out.numel():
-        with _device_of(gate):
-            activation_backward[(triton.cdiv(R * F, _FLAT),)](
-                gate, up, da, dh, out, R * F, F, limit, HAS_LIMIT=limit != 0.0, B=_FLAT, num_warps=_FLAT_WARPS
-            )
-    return dh, out
-
-
 @torch.library.custom_op(
     "harts_titan::expert_mlp",
     mutates_args=(),
@@ -381,7 +233,7 @@ def expert_mlp(x, w1, w2, w3, offsets, limit):
     x = x.contiguous()
     gate = torch._grouped_mm(x, w1.transpose(1, 2), offs=offsets)
     up = torch._grouped_mm(x, w3.transpose(1, 2), offs=offsets)
-    return torch._grouped_mm(_activate(gate, up, limit), w2.transpose(1, 2), offs=offsets), gate, up
+    return torch._grouped_mm(activate(gate, up, limit), w2.transpose(1, 2), offs=offsets), gate, up
 
 
 @expert_mlp.register_fake
@@ -398,7 +250,7 @@ def _(x, w1, w2, w3, offsets, limit):
 )
 def _expert_mlp_backward(dy, x, w1, w2, w3, offsets, gate, up, limit):
     dy, x, F = dy.contiguous(), x.contiguous(), w1.shape[1]
-    dh, a = _activate_backward(gate, up, torch._grouped_mm(dy, w2, offs=offsets), limit)
+    dh, a = activate_backward(gate, up, torch._grouped_mm(dy, w2, offs=offsets), limit)
     dw2 = torch._grouped_mm(dy.t(), a, offs=offsets)
     # One product over both halves: two would be added up in another pass over (R, D), ten times the weights' copy.
     dx = torch._grouped_mm(dh, torch.cat([w1, w3], dim=1), offs=offsets)
