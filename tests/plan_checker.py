@@ -9,7 +9,6 @@ are numbered depth first, and work items are counted row by row. A falsehood rai
 import argparse
 import json
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -89,10 +88,8 @@ def check_step(tokens, offsets, plan, head, cost, nodewise, node_start=()):
         need(((array >= 0) & (array < end)).all(), "replicas, slots and prefixes exist")
     order, rows, parent_G, depth_G = trie(tokens, offsets)
     window = np.repeat(np.arange(W), np.diff(bounds))[slot]
-    named = [
-        np.asarray(node_start)[lo:hi] - begin
-        for begin, (lo, hi) in zip(offsets, pairwise(np.searchsorted(node_start, offsets)))
-    ]
+    of_path = np.split(np.asarray(node_start, int), np.searchsorted(node_start, offsets[1:-1]))
+    named = [positions - begin for positions, begin in zip(of_path, offsets)]
     work_JD, work_WD = np.zeros((3, J, D), int), np.zeros((3, W, D), int)  # rows, attended, recomputed pairs
     whole_JD, states_WD, figures, rounds = 0 * work_JD[0], 0 * work_WD[0], {"segments": 0, "replay_tokens": 0}, []
     seen_G, made_G, round_G = np.full((3, len(parent_G)), -1)

@@ -115,6 +115,7 @@ def warm_up(settings: Settings) -> float:
     planner = "l1" if settings.planner == "ortools" else settings.planner
     small = replace(settings, capacity=64, chunk_size=4, planner=planner, validate=False)
     tokens = frozen(np.concatenate([np.asarray(path, np.int32) for path in paths]))
+    nodes = np.arange(0, len(tokens), 9)
     before = compilations()
     SortedStep.from_tokens(tokens, offsets)
     # The first kernels tell about the others before most of the time has passed.
@@ -123,11 +124,11 @@ def warm_up(settings: Settings) -> float:
         sys.stderr.flush()
     # As large as it takes for a second thread.
     sort_trajectories(frozen(np.zeros(2 << 20, np.int32)), np.arange(3) << 20)
-    small.plan(tokens, offsets)
+    small.plan(tokens, offsets, nodes)
     if small.windows:
         # Whether producers are cut to fit and prefixes deepened depends on the step; these two do one each.
         for slots in (2, 0):
-            replace(small, dp_degree=2, max_window_slots=slots).plan(tokens, offsets)
+            replace(small, dp_degree=2, max_window_slots=slots).plan(tokens, offsets, nodes)
     _bound(tokens, offsets, small)
     return time.perf_counter() - start
 

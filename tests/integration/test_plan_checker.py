@@ -382,7 +382,9 @@ COST = {"forward_row": 1, "forward_pair": 1, "backward_row": 2, "backward_pair":
 COST |= {"head_backward_row": 7, "row_alignment": 8, "shared_row_bytes": 10, "handed_state_bytes": 100}
 
 
-def by_hand(shared: list[int], sequences: list[list[tuple[int, ...]]], *, slots: int = 2, nodewise: bool = False):
+def by_hand(
+    shared: list[int], sequences: list[list[tuple[int, ...]]], *, slots: int = 2, nodewise: bool = False, nodes=()
+):
     """Check a plan of consumers and one producer; a sequence is trajectory, anchor, start, end."""
     flat = np.array([sequence for item in sequences for sequence in item])
     events = [(0, 0), *((kind, j) for j in range(slots) for kind in (1, 2)), (3, 0)]
@@ -391,7 +393,7 @@ def by_hand(shared: list[int], sequences: list[list[tuple[int, ...]]], *, slots:
     arrays += [np.array([min(1, len(item)) for item in sequences]), np.cumsum([0, *map(len, sequences)])]
     plan = dict(zip(plan_checker.STEP, [*arrays, np.zeros(len(flat), int), *flat.T, np.array(events)]))
     size = OFFSETS[slots]
-    return check_step(TOKENS[:size], OFFSETS[: slots + 1], plan, HEAD, COST, nodewise)[0]
+    return check_step(TOKENS[:size], OFFSETS[: slots + 1], plan, HEAD, COST, nodewise, nodes)[0]
 
 
 def test_figures_by_hand():
@@ -412,6 +414,8 @@ def refused_by_hand(case: str) -> int:
     with pytest.raises(Refused) as caught:
         if case == "no gain":
             by_hand([4], [[(0, 4, 4, 8)], [(0, 0, 0, 4)]], slots=1)
+        elif case == "node inside a sequence":
+            by_hand([4, 4], [[(0, 4, 4, 8)], [(1, 4, 4, 8)], [(0, 0, 0, 4)]], nodewise=True, nodes=(6,))
         else:
             by_hand([8, 4], [[], [(1, 4, 4, 8)], [(0, 0, 0, 8)]], nodewise=True)
     return caught.traceback[-2].lineno + 1
@@ -426,7 +430,7 @@ def test_every_damage_is_refused_and_every_proof_refuses(tmp_path, base):
     lines = {name: refused_at(tmp_path, inputs, arrays, damaged) for name, arrays, damaged in damages}
     assert len(lines) == len(damages) > 900
     lines["one input of two"] = refused_at(tmp_path, inputs[:1], plan, figures)
-    lines |= {case: refused_by_hand(case) for case in ("no gain", "state inside a sequence")}
+    lines |= {case: refused_by_hand(case) for case in ("no gain", "state inside a sequence", "node inside a sequence")}
     assert not [name for name, line in lines.items() if not line]
     tree = ast.parse(Path(plan_checker.__file__).read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]

@@ -207,6 +207,8 @@ def test_the_command_warms_up_and_measures_memory(tmp_path, step):
         ("jsonl", []),
         ("parquet", []),
         ("parquet", ["--mode", "nodewise"]),
+        ("nodes.npz", ["--mode", "nodewise"]),
+        ("nodes.npz", ["--mode", "depthwise", "--windows", "off"]),
         ("npz", ["--mode", "expanded"]),
         ("parquet", ["--windows", "off"]),
         ("npz", ["--max-window-slots", "0"]),
@@ -217,6 +219,8 @@ def test_nothing_is_compiled_while_it_is_timed(tmp_path, kind, arguments):
     path = tmp_path / f"step.{kind}"
     if kind == "npz":
         write_npz(path, tree(0))
+    elif kind == "nodes.npz":
+        write_npz(path, tree(0), node_start=np.arange(0, sum(map(len, tree(0))), 9))
     else:
         write_synthetic(path, trajectories=12, seed=1)
     code = (
