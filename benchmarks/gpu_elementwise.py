@@ -24,9 +24,8 @@ from torch import Tensor
 
 if DRY:
     import tests.numerics.triton_interpreter  # noqa: F401
-import triton
-import triton.language as tl
 
+from norm_variants import launch_registers
 from harts_titan.models.common.rope import rope_tables
 from harts_titan.ops import activation, norm, rope, short_conv
 from harts_titan.ops.activation import triton_op as gates
@@ -289,51 +288,16 @@ def table(names: str, rows: str) -> list[dict[str, int]]:
     return configs[:1] if DRY else configs
 
 
-@triton.jit
-def tile_forward(x, weight, tap, y, T, D, x_stride, BT: tl.constexpr, BD: tl.constexpr):
-    """The alternative: a tile of rows gathers each of its four taps, from the caches."""
-    ND = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    o_t = ((pid // ND) * BT + tl.arange(0, BT)).to(tl.int64)
-    o_d = (pid % ND) * BD + tl.arange(0, BD)
-    m_t = o_t < T
-    m_d = o_d < D
-    b_a = tl.zeros([BT, BD], dtype=tl.float32)
-    for j in tl.static_range(4):
-        i_x = tl.load(tap + o_t * 4 + j, mask=m_t, other=-1).to(tl.int64)
-        b_w = tl.load(weight + o_d * 4 + j, mask=m_d, other=0.0).to(tl.float32)
-        m_x = (i_x >= 0)[:, None] & m_d[None, :]
-        b_x = tl.load(x + i_x[:, None] * x_stride + o_d[None, :], mask=m_x, other=0.0).to(tl.float32)
-        b_a = tl.fma(b_x, tl.broadcast_to(b_w[None, :], b_x.shape), b_a)
-    b_y = b_a * tl.sigmoid(b_a)
-    tl.store(y + o_t[:, None] * D + o_d[None, :], b_y.to(y.dtype.element_ty), mask=m_t[:, None] & m_d[None, :])
-
-
 def sweep_conv() -> Report:
     report: Report = {}
     size = T * WIDTH * ROW
     x, weight, dy = randn(T, WIDTH), randn(WIDTH, 4), randn(T, WIDTH)
     y, dx = torch.empty_like(x), torch.empty_like(x)
-    tables: ChainTables = chain_tables(taps_of(parents("agent", T)), T, device=DEVICE)
-
-    def tile(config: dict[str, int]) -> None:
-        BT, BD, warps = config["BT"], config["BD"], config["num_warps"]
-        grid = (triton.cdiv(T, BT) * triton.cdiv(WIDTH, BD),)
-        tile_forward[grid](x, weight, tables.tap_T4, y, T, WIDTH, WIDTH, BT=BT, BD=BD, num_warps=warps)
-
-    report["forward_tile"] = sweep(
-        "conv forward, gathered tiles", product(BT=[16, 32], BD=[128, 256], num_warps=[4])[:2], tile, 2 * size
-    )
     kinds = ("agent", "bushy", "one_token")[: 1 if DRY else 3]
     chains: dict[str, ChainTables] = {k: chain_tables(taps_of(parents(k, T)), T, device=DEVICE) for k in kinds}
-    forward = (
-        "64 512 4 2 0, 64 512 4 4 1, 64 512 4 8 0, 32 512 4 4 0, 32 512 4 8 0, 32 512 4 4 1, 32 256 2 4 0, 16 512 4 4 1"
-    )
+    forward = "64 512 4 2 0, 64 512 4 2 1, 32 512 4 4 1"
     # Two channels a thread, then four; a group of rows read ahead or none; rows of any chains read at once.
-    backward = (
-        "256 128 2 1 88 4 0, 256 128 2 1 88 4 1, 128 128 2 1 88 4 1, 128 128 2 1 88 2 1, 128 128 2 1 104 4 1,"
-        "64 128 2 1 88 4 1, 128 128 1 1 160 4 1, 256 128 2 0 64 2 1, 128 128 2 0 64 2 1, 128 128 2 0 80 4 1"
-    )
+    backward = "128 128 2 1 104 4 0, 128 128 2 1 96 2 1, 128 128 2 0 72 2 0, 256 128 2 0 72 2 0, 128 128 2 0 72 2 1"
     for kind, tables in chains.items():
         report[f"forward {kind}"] = sweep(
             f"conv forward {kind}",
@@ -351,7 +315,7 @@ def sweep_conv() -> Report:
     slots = torch.randn(tables.slot_S.shape[0], WIDTH, device=DEVICE)
     report[f"join {kind}"] = sweep(
         f"conv join {kind}",
-        [convs.JOIN, *table("BD num_warps", "1024 4, 2048 4, 2048 8, 256 2, 512 2, 1024 8")],
+        [convs.JOIN, *table("BD num_warps", "1024 4, 2048 8, 512 2")],
         lambda c: convs.launch_join(slots, tables, dx, c),
         slots.numel() * 4 + tables.join_row_J.shape[0] * WIDTH * ROW,
     )
@@ -392,10 +356,10 @@ def floors(rows: int, width: int) -> Report:
 SMALL_FORWARD = "4096 2 0, 4096 2 1, 4096 4 0, 4096 4 1, 2048 2 1, 1024 1 1, 2048 1 1, 8192 4 1"
 # Elements of a tile, rows of a program, warps, tiles on their way; then the alternatives of ``norm_backward``.
 SMALL_NORMS = (
-    "2048 128 4 3 0 0 0, 1024 128 2 4 1 0 0, 1024 128 2 4 0 1 0, 1024 128 2 4 0 0 1, 1024 128 2 4 1 1 1,"
-    "1024 256 2 5 1 1 1, 1024 128 2 6 0 1 1, 512 128 2 6 0 1 1, 512 256 2 6 0 1 1, 512 128 1 6 0 1 1,"
-    "1024 128 1 4 0 1 1, 512 64 1 4 0 0 1, 512 64 1 4 1 1 1, 1024 256 4 4 0 1 1, 2048 256 4 4 1 1 1"
+    "2048 128 4 3 0 0, 1024 128 2 4 0 0, 2048 256 4 4 0 1, 2048 256 4 7 0 1, 2048 256 4 7 1 1, 1024 128 2 4 1 1,"
+    "1024 256 2 8 0 1, 1024 128 1 4 0 1, 512 128 1 7 0 1, 512 64 1 5 0 1, 1024 256 4 8 0 1"
 )
+REGISTERS = "1024 128 1, 512 128 1, 512 64 1, 1024 128 2, 2048 128 4, 2048 256 4, 512 32 1"
 
 
 def sweep_norm() -> Report:
@@ -420,12 +384,8 @@ def sweep_norm() -> Report:
             lambda c, x=x, gate=gate, weight=weight, y=y: norms.launch_forward(x, gate, weight, y, EPS, c),
             (3 if gated else 2) * size,
         )
-        names = "TILE BT num_warps STAGES SPREAD ONCE EARLY"
-        more = (
-            "2048 512 8 3 0 1 0, 2048 512 8 3 0 1 1"
-            if gated
-            else "2048 64 4 4 0 1 0, 2048 64 4 4 0 0 1, 2048 128 4 3 0 1 1"
-        )
+        names = "TILE BT num_warps STAGES SPREAD EARLY"
+        more = "2048 512 8 3 0 0, 2048 1024 8 4 0 1" if gated else "2048 64 4 3 0 0, 2048 64 4 4 0 1, 2048 256 4 4 1 1"
         configs = [norms.backward_config(width, gated), *table(names, SMALL_NORMS if small else more)]
         report[f"{name} backward"] = sweep(
             f"{name} backward",
@@ -436,7 +396,25 @@ def sweep_norm() -> Report:
             (5 if gated else 3) * size,
         )
         report[f"{name} wrong"] = wrong(x, gate, weight, dy, configs)
+        if small:
+            report[f"{name} backward, registers"] = sweep(
+                f"{name} backward, registers",
+                table("TILE BT num_warps", REGISTERS),
+                lambda c, x=x, weight=weight, y=y, dy=dy: launch_registers(x, weight, dy, y, EPS, c),
+                3 * size,
+            )
+            report[f"{name} registers, difference"] = registers_difference(x, weight, dy)
     return report
+
+
+def registers_difference(x: Tensor, weight: Tensor, dy: Tensor) -> list[float]:
+    """Relative difference of both forms of the backward pass: of the rows, of the scale."""
+    dx, other = torch.empty_like(x), torch.empty_like(x)
+    dw = norms.launch_backward(x, None, weight, dy, dx, None, EPS, norms.NARROW_BACKWARD)
+    other_dw = launch_registers(x, weight, dy, other, EPS, {"TILE": 1024, "BT": 128, "num_warps": 1})
+    found = [checks.relative(other, dx), checks.relative(other_dw, dw)]
+    print(f"registers differ by {found}", flush=True)
+    return found
 
 
 def wrong(

@@ -110,9 +110,10 @@ def norm_backward(
 
 
 @triton.jit(do_not_specialize=["N"])
-def scale_gradient(dw, y, N, D, BN: tl.constexpr, BM: tl.constexpr):
-    """Sum the ``N`` shares of ``norm_backward`` in order; launched as its dependent kernel."""
-    gdc_wait()
+def scale_gradient(dw, y, N, D, EARLY: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr):
+    """Sum the ``N`` shares of ``norm_backward`` in order; with ``EARLY`` it is launched as its dependent kernel."""
+    if EARLY:
+        gdc_wait()
     o_m = tl.program_id(0) * BM + tl.arange(0, BM)
     b_a = tl.zeros([BN, BM], dtype=tl.float32)
     for i_n in range(0, N, BN):

@@ -12,15 +12,17 @@ import triton
 from torch import Tensor
 
 from harts_titan.ops.norm.kernels import norm_backward, norm_forward, scale_gradient
-from harts_titan.ops.row_sums import row_sums
 
 FORWARD = {"TILE": 4096, "num_warps": 2}
 GATED_FORWARD = {"TILE": 2048, "num_warps": 4}
-BACKWARD = {"TILE": 2048, "BT": 64, "num_warps": 4, "STAGES": 3}
-NARROW_BACKWARD = {"TILE": 1024, "BT": 128, "num_warps": 2, "STAGES": 4}
-GATED_BACKWARD = {"TILE": 2048, "BT": 512, "num_warps": 8, "STAGES": 3}
-"""Pinned launch configurations: elements of a tile (whole rows), rows of a backward program, tiles on their way there.
+BACKWARD = {"TILE": 2048, "BT": 64, "num_warps": 4, "STAGES": 3, "EARLY": 1}
+NARROW_BACKWARD = {"TILE": 1024, "BT": 128, "num_warps": 2, "STAGES": 4, "EARLY": 1}
+GATED_BACKWARD = {"TILE": 2048, "BT": 512, "num_warps": 8, "STAGES": 3, "EARLY": 1}
+"""Pinned launch configurations: elements of a tile (whole rows), rows of a backward program, tiles on their way
+there, whether the kernel after it is launched early.
 Narrow rows are up to ``_NARROW`` elements; gated ones are the many rows of heads."""
+SUM = {"BN": 512, "BM": 8, "num_warps": 8}
+"""Rows of a step and columns of a program of the sum over programs."""
 _NARROW = 1024
 
 
@@ -37,6 +39,11 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight_D: Tensor, eps: float)
 def _device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     # Triton launches on the current device, which need not be the tensors'.
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
+def _has_dependent_launches(x: Tensor) -> bool:
+    """Compute capability 9 and later have them, the interpreter does not."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device)[0] >= 9
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -81,6 +88,7 @@ def launch_backward(
     """Fill contiguous ``dx`` and ``dgate`` and return the gradient of the scale; ``config`` as ``BACKWARD``."""
     N, D = x.shape
     options = _blocks(config, D)
+    early = options["EARLY"] = options.get("EARLY", 0) if _has_dependent_launches(x) else 0
     num_blocks = triton.cdiv(N, options["BT"])
     dw = x.new_empty((num_blocks, D), dtype=torch.float32)
     other = x if gate is None else gate
@@ -101,11 +109,11 @@ def launch_backward(
             GATED=gate is not None,
             **options,
         )
-        if options.get("EARLY"):
-            scale = weight.new_empty(weight.shape)
-            scale_gradient[(triton.cdiv(D, 8),)](dw, scale, num_blocks, D, BN=512, BM=8, num_warps=8, launch_pdl=True)
-            return scale
-    return row_sums(dw[:, None], weight.dtype)[:, 0]
+        scale = weight.new_empty(weight.shape)
+        scale_gradient[(triton.cdiv(D, SUM["BM"]),)](
+            dw, scale, num_blocks, D, EARLY=early, **SUM, **({"launch_pdl": True} if early else {})
+        )
+    return scale
 
 
 def backward_config(width: int, gated: bool) -> dict[str, int]:
