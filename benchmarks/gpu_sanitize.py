@@ -1,21 +1,27 @@
 """Run every own Triton kernel on small odd sizes under compute-sanitizer; writes ``gpu_sanitize.json`` and logs.
 
     python benchmarks/gpu_sanitize.py OUT                         # all sections: kernels, control, and every tool
-    python benchmarks/gpu_sanitize.py OUT --sections memcheck
+    python benchmarks/gpu_sanitize.py OUT --sections racecheck --cases router,head
     python benchmarks/gpu_sanitize.py --command                   # the sanitizer's command of every tool
     python benchmarks/gpu_sanitize.py --list                      # own kernels, and helpers that they call
     TRITON_INTERPRET=1 python benchmarks/gpu_sanitize.py OUT --dry-run
 
-A run fails if a kernel of the package, or one value of a compile-time switch, was not reached; section ``kernels`` is
-one without a sanitizer. ``control`` proves that the sanitizer and the filter work: a kernel that writes
-past its tensor and whose threads race has to be reported. Only own kernels are instrumented: those of libraries are
-slow to check, and split-K products of cuBLAS are reported as hazards. initcheck cannot be filtered (it would not see
-what the others write); reads of unwritten memory show up in the numerical checks, whose allocations hold NaN.
+Every case runs in a process of its own under every tool; ``<tool>.json`` says how each ended, and what it launched. A
+tool fails if a case is not clean, or if the clean cases did not reach a kernel of the package or one value of a
+compile-time switch; section ``kernels`` is one without a sanitizer. ``control`` proves that the sanitizer and the
+filter work: a kernel that writes past its tensor and whose threads race has to be reported.
+
+Only own kernels are instrumented: those of libraries are slow to check, and split-K products of cuBLAS are reported as
+hazards. racecheck also fails on products of cuBLAS that the filter leaves out ("failed to handle a hardware
+exception"), so that under it the host computes them. initcheck cannot be filtered (it would not see what the others
+write); reads of unwritten memory show up in the numerical checks, whose allocations hold NaN.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import faulthandler
 import functools
 import itertools
 import json
@@ -28,66 +34,109 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gpu_timing import DEVICE, DRY, ROOT, Report, run_sections
-from own_kernels import kernels_of, recorded
+from own_kernels import Launches, fixed_switches, kernels_of, recorded
 
 # The command line of a folder starts with it.
 LOGS = Path(sys.argv[1]) if len(sys.argv) > 1 else Path()
 CONTROLLED = ("memcheck", "racecheck")
-TOOLS = ("memcheck", "racecheck", "synccheck")
+TOOLS = ("racecheck", "memcheck", "synccheck")
 SUMMARY = re.compile(r"^=+ ((?:ERROR|RACECHECK) SUMMARY: .*)$", re.MULTILINE)
+INTERNAL = re.compile(r"^=+ (Internal Sanitizer Error: .*)$", re.MULTILINE)
 # Of choose_forward: the device's exponential or, on a CPU, Triton's; the interpreter has no bfloat16.
 ONE_SIDED = {"LIBDEVICE", "WIDE"} if DRY else {"LIBDEVICE"}
-# Launched as a dependent kernel, which the interpreter cannot do.
-DEVICE_ONLY = {"ops.norm.kernels.scale_gradient"} if DRY else set()
 CONTROL = "planted_faults"
-TIMEOUT_S = 150
+HOST_PRODUCTS = "--host-products"
+TIMEOUT_S = 75
+# For the runs of all tools together.
+BUDGET_S = 95
+WORKERS = min(14, os.cpu_count() or 1)
 
 
-def run_cases(names: list[str]) -> Report:
-    """Run cases in this process; return ``Launches`` as a report."""
+def run_cases(names: list[str], record: Path | None = None, *, host_products: bool = False) -> Launches:
+    """Run cases in this process and write to ``record`` what they launched, also where one of them fails."""
     import torch
     from sanitize_cases import CASES
 
     torch.manual_seed(0)
-    seconds = {}
-    with recorded() as launches:
-        for name in names or CASES:
-            begin = time.perf_counter()
-            CASES[name]()
-            if not DRY:
-                torch.cuda.synchronize()
-            seconds[name] = round(time.perf_counter() - begin, 1)
-    required, _ = kernels_of()
-    missing = [] if names else launches.missing(required - DEVICE_ONLY, ONE_SIDED)
-    return {"seconds": seconds, "kernels": launches.report(required), "missing": missing}
+    ended: dict[str, Any] = {"finished": False, "error": "", "seconds": {}}
+    with contextlib.ExitStack() as stack:
+        if host_products:
+            from host_products import on_host
+
+            stack.enter_context(on_host())
+        launches = stack.enter_context(recorded())
+        try:
+            for name in names:
+                begin = time.perf_counter()
+                CASES[name]()
+                if not DRY:
+                    torch.cuda.synchronize()
+                ended["seconds"][name] = round(time.perf_counter() - begin, 1)
+            ended["finished"] = True
+        except Exception as error:
+            ended["error"] = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            if record is not None:
+                record.write_text(json.dumps({**ended, "launches": launches.dumped()}))
+    return launches
+
+
+def missing(launches: Launches) -> list[str]:
+    return launches.missing(kernels_of()[0], ONE_SIDED | fixed_switches())
 
 
 def kernels() -> Report:
     """Every case without a sanitizer; on a GPU in a process each, so that the kernels compile side by side."""
     from sanitize_cases import CASES
 
+    launches, cases = Launches(), asked_cases()
     if DRY:
-        result = run_cases([])
-        assert not result["missing"], f"never launched: {', '.join(result['missing'])}"
-        return result
-    with ThreadPoolExecutor(len(CASES)) as pool:
-        done = pool.map(lambda case: subprocess.run(own_command(case), cwd=ROOT, check=False).returncode, CASES)
-    failed = [case for case, status in zip(CASES, done, strict=True) if status]
-    assert not failed, f"failed, see above: {failed}"
-    return {"cases": list(CASES)}
+        launches = run_cases(cases)
+    else:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(cases)) as pool:
+            records = {case: Path(folder) / case for case in cases}
+            commands = [own_command(case, record=records[case]) for case in cases]
+            done = list(pool.map(lambda c: subprocess.run(c, cwd=ROOT, check=False).returncode, commands))
+            failed = [case for case, status in zip(cases, done, strict=True) if status]
+            assert not failed, f"failed, see above: {failed}"
+            for record in records.values():
+                launches.merge(Launches.loaded(json.loads(record.read_text())["launches"]))
+    if cases == list(CASES):
+        assert not missing(launches), f"never launched: {', '.join(missing(launches))}"
+    return {"cases": cases, "kernels": launches.report(kernels_of()[0])}
+
+
+def option(name: str) -> list[str]:
+    """Comma-separated values of an option of the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument(name, dest="value")
+    value = parser.parse_known_args()[0].value
+    return value.split(",") if value else []
+
+
+def asked_cases() -> list[str]:
+    from sanitize_cases import CASES
+
+    cases = option("--cases") or list(CASES)
+    if unknown := sorted(set(cases) - set(CASES)):
+        raise SystemExit(f"--cases: unknown {unknown}; there are {', '.join(CASES)}")
+    return cases
 
 
 # ---- the sanitizer
 
 
-def own_command(*cases: str, record: Path | None = None) -> list[str]:
-    command = [sys.executable, __file__, "--run", *cases]
+def own_command(*cases: str, record: Path | None = None, options: Sequence[str] = ()) -> list[str]:
+    command = [sys.executable, __file__, "--run", *cases, *options, *(["--dry-run"] if DRY else [])]
     return command if record is None else [*command, "--record", str(record)]
 
 
@@ -98,17 +147,27 @@ def sanitizer_command(tool: str, names: list[str], target: list[str]) -> list[st
     return [program, "--tool", tool, "--print-limit", "20", *filters, *target]
 
 
+def options_of(tool: str) -> list[str]:
+    return [HOST_PRODUCTS] if tool == "racecheck" else []
+
+
 def environment_of(tool: str) -> dict[str, str]:
-    """Without PyTorch's cache every tensor is an allocation of its own, whose ends memcheck knows."""
-    return {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {}
+    """Blocking launches: an error is raised where it was made.
+
+    Without PyTorch's cache every tensor is an allocation of its own, whose ends memcheck knows.
+    """
+    variables = {"CUDA_LAUNCH_BLOCKING": "1"}
+    return variables | ({"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "memcheck" else {})
 
 
 def kernel_names() -> list[str]:
     return sorted({name.rpartition(".")[2] for name in kernels_of()[0]})
 
 
-def sanitize(tool: str, names: list[str], target: list[str], log: Path, port: int) -> Report:
-    """Run a tool; return its summary line, and the number of errors in it."""
+def sanitize(
+    tool: str, names: list[str], target: list[str], log: Path, port: int, timeout: float = TIMEOUT_S
+) -> tuple[str, int | str, float]:
+    """Run a tool; return what it printed, its exit status or why it was stopped, and seconds."""
     command = sanitizer_command(tool, names, target)
     command[1:1] = ["--port", str(port)]
     begin = time.perf_counter()
@@ -123,22 +182,12 @@ def sanitize(tool: str, names: list[str], target: list[str], log: Path, port: in
             start_new_session=True,
         )
         try:
-            status: int | str = done.wait(TIMEOUT_S)
+            status: int | str = done.wait(timeout)
         except subprocess.TimeoutExpired:
             os.killpg(done.pid, signal.SIGKILL)
             done.wait()
-            status = f"stopped after {TIMEOUT_S} s"
-    text = log.read_text(errors="replace")
-    found = SUMMARY.findall(text)
-    assert found, f"{tool} ended without a summary, exit status {status}: {text[-3000:]}"
-    return {
-        "tool": tool,
-        "summary": found[-1],
-        "errors": errors_of(found[-1]),
-        "exit_status": status,
-        "seconds": round(time.perf_counter() - begin, 1),
-        "text": text[:3000],
-    }
+            status = f"stopped after {timeout:.0f} s"
+    return log.read_text(errors="replace"), status, round(time.perf_counter() - begin, 1)
 
 
 def errors_of(summary: str) -> int:
@@ -149,19 +198,46 @@ def errors_of(summary: str) -> int:
     return max(map(int, numbers))
 
 
-def checked(tool: str, port: int) -> Report:
-    """All cases under a tool; red if it reports anything, or if a kernel did not run."""
+def verdict(text: str, status: int | str, record: Report | None) -> tuple[str, str]:
+    """How a case ended under a tool, and the message to it.
+
+    Args:
+        text: What the tool and the case printed.
+        status: Exit status, or why the tool was stopped.
+        record: What :func:`run_cases` wrote, if it came to that.
+
+    Returns:
+        ``clean``, ``errors`` (hazards are such), ``sanitizer failed``, ``stopped`` or ``case failed``; a message.
+    """
+    found, internal = SUMMARY.findall(text), INTERNAL.findall(text)
+    after = f", last launched {record['launches']['last'] or 'nothing'}: {record['error']}" if record else ""
+    if internal:
+        # The tool counts this as a hazard.
+        return "sanitizer failed", internal[0] + after
+    if isinstance(status, str):
+        return "stopped", status + after
+    if not found:
+        return "sanitizer failed", f"no summary, exit status {status}{after}: {text[-500:]}"
+    if errors_of(found[-1]):
+        return "errors", found[-1]
+    if record is None or not record["finished"]:
+        return "case failed", f"exit status {status}{after}: {text[-500:]}"
+    return ("clean", found[-1]) if status == 0 else ("case failed", f"exit status {status}: {text[-500:]}")
+
+
+def checked(tool: str, case: str, port: int, deadline: float) -> Report:
+    """A case under a tool: how it ended, and what it launched."""
+    timeout = min(TIMEOUT_S, deadline - time.perf_counter())
+    if timeout < 5:
+        return {"case": case, "verdict": "not run", "message": "no time left", "launches": Launches().dumped()}
     with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "launches.json"
-        result = sanitize(tool, kernel_names(), own_command(record=record), LOGS / f"{tool}.log", port)
-        assert result["errors"] == 0, f"{result['summary']}: {result['text']}"
-        assert record.exists(), f"{tool}: the cases did not end, {result['exit_status']}: {result['text']}"
-        ran = json.loads(record.read_text())
-    assert not ran["missing"], f"{tool}: never launched: {', '.join(ran['missing'])}"
-    del result["text"]
-    result["kernels"] = len(ran["kernels"])
-    result["launches"] = sum(one["launches"] for one in ran["kernels"].values())
-    return result
+        path = Path(folder) / "launches.json"
+        target = own_command(case, record=path, options=options_of(tool))
+        text, status, seconds = sanitize(tool, kernel_names(), target, LOGS / f"{tool}.{case}.log", port, timeout)
+        record = json.loads(path.read_text()) if path.exists() else None
+    ended, message = verdict(text, status, record)
+    launches = record["launches"] if record else Launches().dumped()
+    return {"case": case, "verdict": ended, "message": message, "seconds": seconds, "launches": launches}
 
 
 def planted(tool: str, port: int) -> Report:
@@ -169,37 +245,60 @@ def planted(tool: str, port: int) -> Report:
     target = [sys.executable, __file__, "--planted"]
     report: Report = {}
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
         for name, names in (("named", [CONTROL]), ("others named", kernel_names())):
-            result = sanitize(tool, names, target, log, port)
-            assert (result["errors"] > 0) == (name == "named"), f"{tool}, {name}: {result}"
-            report[name] = result["summary"]
+            text, status, _ = sanitize(tool, names, target, Path(folder) / "log", port)
+            found = SUMMARY.findall(text)
+            assert found and not INTERNAL.findall(text), f"{tool}, {name}, {status}: {text[-3000:]}"
+            assert (errors_of(found[-1]) > 0) == (name == "named"), f"{tool}, {name}: {text[-3000:]}"
+            report[name] = found[-1]
     return report
 
 
 @functools.cache
-def started() -> dict[str, Future[Report]]:
+def started() -> dict[str, list[Future[Report]]]:
     """All asked-for runs of the sanitizer side by side: most of their time is spent on one core of the host."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--sections", default=",".join(SECTIONS))
-    asked = parser.parse_known_args()[0].sections.split(",")
-    jobs: list[tuple[str, Callable[[str, int], Report], str]] = []
-    jobs += [(tool, checked, tool) for tool in TOOLS if tool in asked]
-    jobs += [(f"control {tool}", planted, tool) for tool in CONTROLLED if "control" in asked]
-    pool = ThreadPoolExecutor(len(jobs))
-    ports = itertools.count(49_152, 32)
-    return {name: pool.submit(run, tool, port) for (name, run, tool), port in zip(jobs, ports)}
+    asked, cases = option("--sections") or list(SECTIONS), asked_cases()
+    deadline, pool, ports = time.perf_counter() + BUDGET_S, ThreadPoolExecutor(WORKERS), itertools.count(49_152, 32)
+    jobs: dict[str, list[Future[Report]]] = {}
+    for tool in CONTROLLED if "control" in asked else ():
+        jobs[f"control {tool}"] = [pool.submit(planted, tool, next(ports))]
+    for tool in (tool for tool in TOOLS if tool in asked):
+        jobs[tool] = [pool.submit(checked, tool, case, next(ports), deadline) for case in cases]
+    return jobs
 
 
 def reported(tool: str) -> Report:
-    result = started()[tool].result()
-    print(f"{tool}: {result['summary']}; {result['kernels']} kernels, {result['launches']} launches", flush=True)
-    return result
+    """All cases under a tool; red if one is not clean, or if the clean ones did not reach a kernel."""
+    from sanitize_cases import CASES
+
+    results = [one.result() for one in started()[tool]]
+    own, clean = kernels_of()[0], Launches()
+    for result in results:
+        launches = Launches.loaded(result.pop("launches"))
+        result["kernels"] = launches.report(own)
+        if result["verdict"] == "clean":
+            clean.merge(launches)
+        took = f" in {result['seconds']} s" if "seconds" in result else ""
+        print(f"{tool} {result['case']}: {result['verdict']}{took}, {len(result['kernels'])} kernels", flush=True)
+    report: Report = {
+        "cases": results,
+        "kernels": clean.report(own),
+        "launches": sum(clean.count[name] for name in own),
+        "never launched in a clean case": missing(clean) if asked_cases() == list(CASES) else [],
+    }
+    (LOGS / f"{tool}.json").write_text(json.dumps(report, indent=1))
+    verdicts = dict(Counter(result["verdict"] for result in results))
+    print(f"{tool}: {verdicts}; clean: {len(report['kernels'])} kernels, {report['launches']} launches", flush=True)
+    bad = [f"{one['case']}: {one['verdict']}: {one['message']}" for one in results if one["verdict"] != "clean"]
+    if left := report["never launched in a clean case"]:
+        bad.append(f"never launched in a clean case: {', '.join(left)}")
+    assert not bad, "\n".join([tool, *bad])
+    return report
 
 
 def control() -> Report:
     """Planted faults of the tools whose faults a Triton kernel can have on purpose."""
-    result = {tool: started()[f"control {tool}"].result() for tool in CONTROLLED}
+    result = {tool: started()[f"control {tool}"][0].result() for tool in CONTROLLED}
     print(f"control: {result}", flush=True)
     return result
 
@@ -226,20 +325,27 @@ def main() -> int:
     if "--command" in sys.argv:
         for tool in TOOLS:
             variables = [f"{name}={value}" for name, value in environment_of(tool).items()]
-            target = ["python", str(Path(__file__).relative_to(ROOT)), "--run"]
+            target = ["python", str(Path(__file__).relative_to(ROOT)), "--run", "CASE", *options_of(tool)]
             print(*variables, shlex.join(sanitizer_command(tool, kernel_names(), target)))
         return 0
     if "--planted" in sys.argv:
         run_planted()
         return 0
     if "--run" in sys.argv:
-        names = [name for name in sys.argv[sys.argv.index("--run") + 1 :] if name != "--dry-run"]
-        record = Path(names[-1]) if "--record" in names else None
-        result = run_cases(names[: names.index("--record")] if record else names)
-        if record is not None:
-            record.write_text(json.dumps(result))
+        parser = argparse.ArgumentParser()
+        parser.add_argument("--run", nargs="+")
+        parser.add_argument("--record", type=Path)
+        parser.add_argument(HOST_PRODUCTS, action="store_true")
+        args = parser.parse_known_args()[0]
+        # Where a run that is stopped for its time was.
+        faulthandler.dump_traceback_later(TIMEOUT_S - 5)
+        run_cases(args.run, args.record, host_products=args.host_products)
         return 0
-    return run_sections("gpu_sanitize", SECTIONS, doc=__doc__, default=("kernels",) if DRY else tuple(SECTIONS))
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--cases")
+    argv = parser.parse_known_args()[1]
+    default = ("kernels",) if DRY else tuple(SECTIONS)
+    return run_sections("gpu_sanitize", SECTIONS, doc=__doc__, default=default, argv=argv)
 
 
 if __name__ == "__main__":

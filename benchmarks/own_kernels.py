@@ -43,6 +43,36 @@ def kernels_of(package: Path = PACKAGE) -> tuple[set[str], set[str]]:
     return defined - helpers, helpers
 
 
+def fixed_switches(package: Path = PACKAGE) -> set[str]:
+    """Switches that the package cannot set to another value: each launch has the same ``True`` or ``False``.
+
+    Args:
+        package: Folder of the package.
+
+    Returns:
+        ``module.function.option``, the module relative to the package.
+    """
+    values: dict[str, set[str]] = {}
+    open_ended: set[str] = set()
+    for file in sorted(package.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        module = ".".join(file.relative_to(package).with_suffix("").parts)
+        places = {name.asname or name.name: _place(node.module, name.name) for node, name in _imports(tree)}
+        for call in ast.walk(tree):
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Subscript):
+                continue
+            name = ast.unparse(call.func.value)
+            kernel = places.get(name, f"{module}.{name}")
+            for option in call.keywords:
+                if option.arg is None:
+                    # Whatever the dictionary holds.
+                    open_ended.add(kernel)
+                    continue
+                values.setdefault(f"{kernel}.{option.arg}", set()).add(ast.unparse(option.value))
+    fixed = {switch for switch, given in values.items() if given in ({"True"}, {"False"})}
+    return {switch for switch in fixed if switch.rpartition(".")[0] not in open_ended}
+
+
 def _imports(tree: ast.Module) -> Iterator[tuple[ast.ImportFrom, ast.alias]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -71,27 +101,61 @@ class Launches:
     """Values of the compile-time switches (boolean options of a launch)."""
     variants: dict[str, set[str]] = field(default_factory=dict)
     """Compile-time options of every launch."""
+    last: str = ""
+    """What was launched last."""
 
     def add(self, kernel: Any, options: dict[str, Any]) -> None:
         name = _place(kernel.fn.__module__, kernel.fn.__name__)
         self.count[name] += 1
+        self.last = name
         self.variants.setdefault(name, set()).add(repr(sorted(options.items(), key=str)))
-        for option, value in options.items():
+        # What Triton takes where the option is left out.
+        for option, value in {"launch_pdl": False, **options}.items():
             if isinstance(value, bool):
                 self.flags.setdefault(name, {}).setdefault(option, set()).add(value)
+
+    def merge(self, other: Launches) -> None:
+        """Add the launches of another run."""
+        self.count.update(other.count)
+        for name, variants in other.variants.items():
+            self.variants.setdefault(name, set()).update(variants)
+        for name, options in other.flags.items():
+            for option, values in options.items():
+                self.flags.setdefault(name, {}).setdefault(option, set()).update(values)
+
+    def dumped(self) -> dict[str, Any]:
+        """What :meth:`loaded` reads, for a file of JSON."""
+        return {
+            "count": dict(self.count),
+            "flags": {name: {o: sorted(v) for o, v in options.items()} for name, options in self.flags.items()},
+            "variants": {name: sorted(variants) for name, variants in self.variants.items()},
+            "last": self.last,
+        }
+
+    @classmethod
+    def loaded(cls, dumped: dict[str, Any]) -> Launches:
+        """Launches that another process dumped."""
+        return cls(
+            Counter(dumped["count"]),
+            {name: {o: set(v) for o, v in options.items()} for name, options in dumped["flags"].items()},
+            {name: set(variants) for name, variants in dumped["variants"].items()},
+            dumped["last"],
+        )
 
     def missing(self, required: set[str], one_sided: set[str]) -> list[str]:
         """Kernels that never ran, and switches with one value only.
 
         Args:
             required: Kernels that have to run.
-            one_sided: Switches that have one value on a device.
+            one_sided: Switches that have one value, as ``option`` or, of one kernel, ``module.function.option``.
         """
         switches = [
             f"{name} with {option} = {not next(iter(values))}"
             for name, options in self.flags.items()
             for option, values in options.items()
-            if name in required and option not in one_sided and len(values) == 1
+            if name in required and not one_sided & {option, f"{name}.{option}"} and len(values) == 1
+            # Most kernels are dependent in no launch.
+            if (option, values) != ("launch_pdl", {False})
         ]
         return sorted(required - set(self.count)) + sorted(switches)
 

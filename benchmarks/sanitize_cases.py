@@ -113,9 +113,9 @@ def norms() -> None:
     if DRY:
         # The interpreter runs neither dependent launches nor the loop of the other order.
         return
-    # Alternatives that benchmarks/gpu_elementwise.py measures.
+    # Alternatives that benchmarks/gpu_elementwise.py measures; devices before the H100 have no dependent launches.
     x, weight = leaf(67, 1536).detach(), leaf(1536, dtype=torch.float32).detach()
-    for config in ({"SPREAD": 1, "ONCE": 1}, {"EARLY": 1}):
+    for config in ({"SPREAD": 1, "ONCE": 1}, {"EARLY": 0}, {"EARLY": 1}):
         launch_backward(x, None, weight, x, torch.empty_like(x), None, EPS, {**BACKWARD, **config})
 
 
@@ -139,8 +139,8 @@ def rotary() -> None:
         backward(rope.rope_keys_values(*keys, nope_dim=nope, backend="triton"), [kv, latent])
 
 
-def experts() -> None:
-    """Router product, choice with and without a given one, routes, rows out and back, SwiGLU of the experts."""
+def router() -> None:
+    """Router product, choice with and without a given one, routes."""
     x, gate = leaf(13, 24, dtype=torch.bfloat16), leaf(8, 24, dtype=torch.bfloat16)
     backward(moe.router_logits(x, gate, backend="triton"), [x, gate])
     for rows, count, groups, top_groups, top_k in ((13, 32 if DRY else 128, 8, 4, 8), (67, 16, 1, 1, 3)):
@@ -150,6 +150,10 @@ def experts() -> None:
         backward(weight, [logits])
         backward(moe.choose_experts(logits, bias, topk, backend="triton", **shape)[1], [logits])
         moe.build_routes(topk, count, backend="triton")
+
+
+def expert_rows() -> None:
+    """Rows out to the experts and back."""
     for rows, width, top_k in ((3 if DRY else 41, 600, 8), (11, 40, 3), (1, 7, 1)):
         routes = moe.build_routes(random_topk(ROWS, rows, top_k), ROWS.experts, backend="triton")
         x, base, y = leaf(rows, width), leaf(rows, width), leaf(rows * top_k, width)
@@ -158,6 +162,10 @@ def experts() -> None:
         for given in (base, None):
             inputs = [y, weight] if given is None else [y, weight, given]
             backward(moe.combine(y, weight, routes, given, backend="triton"), inputs)
+
+
+def experts() -> None:
+    """SwiGLU of the experts with and without clamp."""
     routes = moe.build_routes(random_topk(ROWS, 9, 3), ROWS.experts, backend="triton")
     weights = tuple(leaf(ROWS.experts, *shape) for shape in ((16, 40), (40, 16), (16, 40)))
     rows_in = leaf(27, 40)
@@ -205,6 +213,8 @@ CASES: dict[str, Callable[[], None]] = {
     "kda_external": kda_external,
     "attention": attention,
     "short_conv": short_conv,
+    "router": router,
+    "expert_rows": expert_rows,
     "experts": experts,
     "head": head,
     "norms": norms,
