@@ -93,11 +93,19 @@ def partition_step(
         for group_M in refine(leaf_step, start_M, capacity=rows, dp_degree=dp_degree, moves=moves):
             best = _better(best, _aligned(step, group_M[leaf_N], dp_degree, "ruin and recreate"))
     if best is None:
-        raise ValueError(
-            f"no partition of {step.num_trajectories} trajectories into a multiple of {dp_degree} microbatches of at "
-            f"most {capacity} rows was found; raise capacity or change the number of trajectories"
-        )
+        raise ValueError(_nothing_found(step, int(group_M.max()) + 1, capacity=capacity, dp_degree=dp_degree))
     return best
+
+
+def _nothing_found(step: SortedStep, num_groups: int, *, capacity: int, dp_degree: int) -> str:
+    """The refusal where microbatches within the capacity exist, but no multiple of the replicas of them."""
+    least, rounded = -(-step.distinct_tokens // capacity), num_groups + -num_groups % dp_degree
+    return (
+        f"no partition of {step.num_trajectories} trajectories into microbatches of at most {capacity} rows was found "
+        f"whose number is a multiple of dp_degree ({dp_degree}): {step.distinct_tokens} distinct tokens need at least "
+        f"{least}, the search came to {num_groups}, and rounded up to {rounded} some would have no "
+        "trajectory; raise the capacity (tree.max_tokens in training), or change dp_degree or the number of trajectories"
+    )
 
 
 def _better(best: Partition | None, other: Partition | None) -> Partition | None:

@@ -80,6 +80,25 @@ def test_small_steps_reach_the_optimum_over_all_set_partitions(seed):
     assert lower_bound(step, capacity=capacity, dp_degree=dp_degree) <= best
 
 
+def test_the_refusal_says_what_is_needed_and_what_to_change():
+    # Two pairs fit together, five trajectories are as long as a microbatch: seven of them, or any number up to nine.
+    sequences = [[n, n + 50] for n in (10, 11, 12, 13)] + [[n] * 4 for n in range(5)]
+    assert plan(sequences, 4, 8).num_groups == 8
+    for dp_degree, multiple in ((5, 10), (6, 12)):
+        with pytest.raises(ValueError, match="no partition of 9 trajectories") as refused:
+            plan(sequences, 4, dp_degree)
+        message = str(refused.value)
+        needed = (
+            "at most 4 rows",
+            f"multiple of dp_degree ({dp_degree})",
+            "28 distinct tokens need at least 7",
+            "came to 7",
+            f"rounded up to {multiple} ",
+        )
+        assert all(part in message for part in needed), message
+        assert "raise the capacity (tree.max_tokens in training), or change dp_degree" in message
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_larger_steps_are_feasible_and_no_worse_than_contiguous(seed):
     rng = np.random.default_rng(100 + seed)
