@@ -14,7 +14,8 @@ import triton
 from torch import Tensor
 
 from harts_titan.ops.row_sums import row_sums
-from harts_titan.ops.short_conv.kernels import conv_backward, conv_backward_join, conv_forward
+from harts_titan.ops.short_conv.gradient_kernels import conv_backward, conv_backward_join
+from harts_titan.ops.short_conv.kernels import conv_forward
 from harts_titan.ops.short_conv.taps import GROUP_ROWS, KERNEL_TAPS, ChainTables, chain_tables
 
 FORWARD = {"BT": 64, "BD": 512, "num_warps": 4}
