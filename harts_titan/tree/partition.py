@@ -103,8 +103,8 @@ def _nothing_found(step: SortedStep, num_groups: int, *, capacity: int, dp_degre
     return (
         f"no partition of {step.num_trajectories} trajectories into microbatches of at most {capacity} rows was found "
         f"whose number is a multiple of dp_degree ({dp_degree}): {step.distinct_tokens} distinct tokens need at least "
-        f"{least}, the search came to {num_groups}, and rounded up to {rounded} some would have no "
-        "trajectory; raise the capacity (tree.max_tokens in training), or change dp_degree or the number of trajectories"
+        f"{least}, the search came to {num_groups}, and rounded up to {rounded} some would be "
+        "empty; raise the capacity (tree.max_tokens in training), or change dp_degree or the number of trajectories"
     )
 
 
