@@ -295,9 +295,9 @@ def sweep_conv() -> Report:
     y, dx = torch.empty_like(x), torch.empty_like(x)
     kinds = ("agent", "bushy", "one_token")[: 1 if DRY else 3]
     chains: dict[str, ChainTables] = {k: chain_tables(taps_of(parents(k, T)), T, device=DEVICE) for k in kinds}
-    forward = "64 512 4 2 0, 64 512 4 2 1, 32 512 4 4 1"
+    forward = "64 512 4 2 0, 32 512 4 4 1"
     # Two channels a thread, then four; a group of rows read ahead or none; rows of any chains read at once.
-    backward = "128 128 2 1 104 4 0, 128 128 2 1 96 2 1, 128 128 2 0 72 2 0, 256 128 2 0 72 2 0, 128 128 2 0 72 2 1"
+    backward = "128 128 2 0 72 2 0, 128 128 2 1 96 2 1, 256 128 2 0 72 2 0"
     for kind, tables in chains.items():
         report[f"forward {kind}"] = sweep(
             f"conv forward {kind}",
@@ -315,7 +315,7 @@ def sweep_conv() -> Report:
     slots = torch.randn(tables.slot_S.shape[0], WIDTH, device=DEVICE)
     report[f"join {kind}"] = sweep(
         f"conv join {kind}",
-        [convs.JOIN, *table("BD num_warps", "1024 4, 2048 8, 512 2")],
+        [convs.JOIN, *table("BD num_warps", "1024 4, 2048 8")],
         lambda c: convs.launch_join(slots, tables, dx, c),
         slots.numel() * 4 + tables.join_row_J.shape[0] * WIDTH * ROW,
     )
