@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_kda.py OUT                                     # one Hopper GPU
     python benchmarks/gpu_kda.py OUT --sections sweep                    # other configurations of each kernel
-    python benchmarks/gpu_kda.py OUT --sections alternatives             # other versions of two kernels
+    python benchmarks/gpu_kda.py OUT --sections alternatives             # state scans that load early
     python benchmarks/gpu_kda.py --sanitize                              # every kernel once, small
     TRITON_INTERPRET=1 python benchmarks/gpu_kda.py OUT --dry-run        # every line that needs no GPU, tiny sizes
 
@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ if DRY:
     import tests.numerics.triton_interpreter  # noqa: F401
 import numpy as np
 import torch
-from kda_alternatives import ALTERNATIVES
+from kda_alternatives import ALTERNATIVES, EARLY, PINNED
 from torch import Tensor
 
 from harts_titan.models.common.tree_inputs import packed_sequences
@@ -184,7 +184,7 @@ def precision() -> Report:
     for wide, solve in ((False, "tf32"), (True, "tf32"), (False, "tf32x3"), (True, "tf32x3")):
         for decay in ("slow",) if DRY else ("slow", "medium"):
             with configured(
-                chunk_forward=replaced("chunk_forward", constants={"WIDE": wide, "SOLVE": solve}),
+                chunk_forward=replaced("chunk_forward", constants={"WIDE": wide, "SOLVE": solve, "BC": 32}),
                 chunk_backward_keys=replaced("chunk_backward_keys", constants={"WIDE": wide, "PARTS": 2, "BC": 32}),
             ):
                 result = checks.check_kda(sequences, SETTING, decay=decay)
@@ -436,7 +436,8 @@ def prototype(segments: checks.Segments) -> Callable[..., Tensor]:
 
 # Bytes per slot and head at two bytes an element: tiles read and written once.
 TRAFFIC = {
-    "chunk_forward": (3 * K + V + 3 * K + V) * 2 + 4 * K + 4 * C,
+    "chunk_gates": (3 * K + 2 * K) * 2 + 4 * K,
+    "chunk_forward": (2 * K + V + K + V) * 2 + 4 * K + 4 * C,
     "state_scan_forward": (2 * K + 2 * V) * 2 + 2 * K * V // C,
     "chunk_output": (K + 2 * V + C) * 2 + 2 * K * V // C,
     "chunk_output_gradient": (3 * V + C) * 2,
@@ -492,15 +493,14 @@ def breakdown() -> Report:
 
 
 SWEEP: dict[str, list[Config]] = {
+    "chunk_gates": [Config({"BK": bk}, w, 1, {"WIDE": False}) for bk, w in ((32, 4), (64, 8), (128, 8))],
     "chunk_forward": [
-        HOPPER["chunk_forward"]._replace(tiles={"BK": bk, "BV": bv}, num_warps=w, constants={"WIDE": wide, "SOLVE": s})
-        for bk, bv, w, wide, s in (
-            (32, 64, 4, False, "tf32"),
-            (64, 64, 4, False, "tf32"),
-            (64, 64, 8, False, "tf32"),
-            (128, 64, 8, False, "tf32"),
-            (32, 32, 4, True, "tf32"),
-            (32, 32, 4, False, "tf32x3"),
+        Config({"BK": 32, "BV": bv, "BW": bw}, 4, s, {"WIDE": wide, "SOLVE": solve, "BC": 32})
+        for bv, bw, s, wide, solve in (
+            (64, 32, 2, False, "tf32"),
+            (128, 128, 2, False, "tf32"),
+            (128, 64, 3, True, "tf32"),
+            (128, 64, 3, False, "tf32x3"),
         )
     ],
     "state_scan_forward": [
@@ -519,10 +519,9 @@ SWEEP: dict[str, list[Config]] = {
         Config({"BK": 64}, 4, 2, {"maxnreg": 168}),
     ],
     "chunk_backward_keys": [
-        Config({"BK": bk}, w, s, {"WIDE": False, "PARTS": parts, "BC": bc})
-        for bk, w, s, parts, bc in ((32, 4, 1, 1, 32), (32, 4, 1, 2, 16), (32, 4, 1, 1, 16), (64, 4, 1, 2, 32))
-    ]
-    + [replaced("chunk_backward_keys", constants={"WIDE": False, "PARTS": 2, "BC": 32, "maxnreg": 168})],
+        Config({"BK": 32, "BV": bv}, 4, s, {"WIDE": False, "PARTS": parts, "BC": 32})
+        for bv, s, parts in ((64, 2, 2), (32, 3, 2), (128, 1, 2), (64, 3, 1))
+    ],
     "chunk_backward_norms": [Config({}, w, 1, {"BS": bs}) for bs, w in ((32, 4), (64, 8), (16, 2), (8, 2))],
 }
 
@@ -654,102 +653,85 @@ def numerics_of(name: str, kernel: object, config: Config) -> Report:
             for sequences, decay in cases:
                 with checks.filled_allocations():
                     results.append(checks.check_kda(sequences, SETTING, decay=decay))
-            if name == "chunk_forward":
-                checks.check_kda_prefix(SETTING, length=C + 5 if DRY else 3 * C + 5, cuts=[1, C // 2 + 1, C + 1])
     except Exception as error:
         return {"error": repr(error)[:300]}
     return {k: round(v, 3) for k, v in over_fla(results).items() if k not in ("A_log", "dt_bias")}
 
 
 def alternatives_worker(index: int, count: int, folder: str) -> None:
-    """Fill Triton's cache with every ``count``-th alternative, and check its numbers."""
+    """Fill Triton's cache with every ``count``-th alternative and check its numbers; pinned ones have ``numerics``."""
     for i in range(index, len(ALTERNATIVES), count):
-        _, name, kernel, config = ALTERNATIVES[i]
-        (Path(folder) / f"{i}.json").write_text(json.dumps(numerics_of(name, kernel, config)))
+        label, name, kernel, config = ALTERNATIVES[i]
+        numbers = {} if label == "pinned" else numerics_of(name, kernel, config)
+        (Path(folder) / f"{i}.json").write_text(json.dumps(numbers))
 
 
 @scans_in_line()
 def alternatives() -> Report:
-    """Versions of the two largest kernels: errors over fla's, bits, and time on the tree, one line each."""
-    report: Report = {}
-    if DRY:
-        for label, name, kernel, config in ALTERNATIVES:
-            if label in ("loads first", "split, blocks of 32, wide W"):
-                report[label] = numerics_of(name, kernel, config)
-                assert "error" not in report[label], report
-        return report
+    """State scans that load early: errors over fla's, bits against the pinned scans, and time on the tree.
+
+    The last line says whether both together are at least 5 % faster, with the same bits.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        started = start_workers("--alternatives-worker", folder)
-        sequences, x, do = compact_case()
+        started = [] if DRY else start_workers("--alternatives-worker", folder)
+        sequences, x, do = small_case() if DRY else compact_case()
         for worker in started:
             worker.wait()
+        if DRY:
+            alternatives_worker(0, 1, folder)
         numbers = {int(path.stem): json.loads(path.read_text()) for path in Path(folder).iterdir()}
+
+    def both() -> list[Tensor]:
+        o, exported = kda_triton(*x[:7], sequences, SETTING.lower_bound, *x[7:])
+        weights = (torch.ones_like(o), torch.ones_like(exported)) if DRY else (do, torch.zeros_like(exported))
+        return [o.detach(), exported.detach(), *torch.autograd.grad((o, exported), x, weights)]
+
+    base = both()
+    report: Report = {}
     for i, (label, name, kernel, config) in enumerate(ALTERNATIVES):
-        key = f"{name}: {label}"
-        report[key] = entry = {"config": str(config), "over_fla": numbers.get(i, "its process died")}
+        entry: Report = {"config": str(config), "over_fla": numbers.get(i, "its process died")}
         try:
-            entry |= timed_alternative(name, kernel, config, sequences, x, do)
-            line(key, entry, **{k: v for k, v in entry.items() if k not in ("config", "median")})
+            entry |= timed_alternative(name, kernel, config, both, base)
+            shown = {k: v for k, v in entry.items() if k not in ("config", "median")}
+            line(f"{name}: {label}", {"median": entry["median"]}, **shown)
         except Exception as error:
             entry["error"] = repr(error)[:500]
-            print(key, entry, flush=True)
-    report["fastest of all"] = fastest_of_all(report, sequences, x, do)
+            print(f"{name}: {label}", entry, flush=True)
+        report[f"{name}: {label}"] = entry
+    report["scans"] = verdict = scans_verdict(report)
+    print("SCANS", *(f"{key}={int(value)}" for key, value in verdict.items()), flush=True)
     return report
 
 
-def fastest_of_all(report: Report, sequences: PackedSequences, x: list[Tensor], do: Tensor) -> Report:
-    """The op with the pinned kernels, and with the fastest of each kernel's versions whose errors are in bounds."""
-    chosen: dict[str, tuple[float, str, Any, Config]] = {}
-    for label, name, kernel, config in ALTERNATIVES:
-        entry = report[f"{name}: {label}"]
-        numbers = entry["over_fla"]
-        sound = isinstance(numbers, dict) and "error" not in numbers and max(numbers.values()) <= MAX_OVER_FLA
-        if sound and entry.get("repeat") and entry["median"] < chosen.get(name, (np.inf,))[0]:
-            chosen[name] = entry["median"], label, kernel, config
-    launches.OVERLAP = True
-    run = functools.partial(own, packed=sequences)
-    inputs = [t.detach() for t in x]
-    result = {"pinned": timed_pair("own compact, pinned", run, inputs, do)}
-    with ExitStack() as stack:
-        for name, (_, _, kernel, config) in chosen.items():
-            stack.enter_context(standing_in(name, kernel, config))
-        result["fastest"] = timed_pair("own compact, fastest of all", run, inputs, do)
-    print({name: label for name, (_, label, *_) in chosen.items()}, flush=True)
-    return result | {"chosen": {name: label for name, (_, label, *_) in chosen.items()}}
+def scans_verdict(report: Report) -> dict[str, bool]:
+    """Are the scans of ``EARLY`` together at least 5 % faster than the pinned ones, and do they give the same bits?"""
+    early = [report[key] for key in EARLY]
+    sound = all(
+        entry.get("bits_equal") and isinstance(entry["over_fla"], dict) and "error" not in entry["over_fla"]
+        for entry in early
+    )
+    times = [[entry.get("median", np.inf) for entry in entries] for entries in (early, [report[key] for key in PINNED])]
+    return {"faster": bool(sum(times[0]) <= 0.95 * sum(times[1]) < np.inf), "bits_equal": bool(sound)}
 
 
 def timed_alternative(
-    name: str, kernel: Any, config: Config, sequences: PackedSequences, x: list[Tensor], do: Tensor
+    name: str, kernel: Any, config: Config, both: Callable[[], list[Tensor]], base: list[Tensor]
 ) -> Report:
-    parts = getattr(kernel, "parts", None)
-    timers = {"all": _Timed(kernel)} | {part: _Timed(k) for part, k in (parts or {}).items()}
-    with standing_in(name, timers["all"], config):
-        if parts is not None:
-            kernel.parts = {part: timers[part] for part in parts}
-        try:
-
-            def both() -> list[Tensor]:
-                o = own(*x, packed=sequences)
-                return [o.detach(), *torch.autograd.grad(o, x, do)]
-
-            first = both()
-            repeat = all(torch.equal(a, b) for a, b in zip(first, both()))
-            for timer in timers.values():
-                timer.take()
-            runs = []
-            for _ in range(5):
-                both()
-                runs.append({part: timer.take() for part, timer in timers.items()})
-        finally:
-            if parts is not None:
-                kernel.parts = parts
-    times = {part: sorted(run[part] for run in runs)[2] for part in timers}
-    compiled = {part: timer.compiled for part, timer in timers.items() if timer.compiled is not None}
+    timer = _Timed(kernel)
+    with standing_in(name, kernel if DRY else timer, config):
+        bits_equal = all(torch.equal(a, b) for _ in range(2) for a, b in zip(base, both(), strict=True))
+        if DRY:
+            return {"median": 1.0, "bits_equal": bits_equal}
+        timer.take()
+        runs = []
+        for _ in range(9):
+            both()
+            runs.append(timer.take())
+    compiled = timer.compiled
     return {
-        "median": times.pop("all"),
-        **times,
-        "registers": {part: (k.n_regs, k.n_spills, k.metadata.shared) for part, k in compiled.items()},
-        "repeat": repeat,
+        "median": sorted(runs)[4],
+        "registers": (compiled.n_regs, compiled.n_spills, compiled.metadata.shared),
+        "bits_equal": bits_equal,
     }
 
 

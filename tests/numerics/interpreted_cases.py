@@ -30,6 +30,7 @@ COMPILED = [
     [(-1, 32), (0, 33), (0, 2), (1, 1), (1, 2), (1, 3)],
     [(-1, 40), (0, 33), (0, 27), (1, 5), (1, 2), (2, 8), (2, 3), (3, 9), (3, 4)],
 ]
+EXTREME = [(torch.float32, 64, -5.0), (torch.float16, 64, -5.0), (torch.float32, 32, -2.0)]
 HALF = checks.Setting("cpu", torch.float16, num_heads=1, chunk_size=32)
 
 
@@ -51,6 +52,21 @@ def kda_prefix_and_continuation() -> dict[str, object]:
     result = checks.check_kda_prefix(HALF, length=70, cuts=[1, 31, 33])
     # The exported state is the carried one: a rounded copy would change the continuation.
     assert result["continuation_from_rounded_state_differs"]
+    # Two blocks of 32 rows share a chunk.
+    wide = checks.Setting("cpu", torch.float32, num_heads=1, key_dim=64, value_dim=32, chunk_size=64)
+    return {"32 rows": result, "64 rows": checks.check_kda_prefix(wide, length=101, cuts=[1, 31, 32, 33, 63, 64, 65])}
+
+
+def kda_extreme_gates() -> dict[str, object]:
+    """Decays at both ends of the range, in turns and over whole chunks: no factor leaves the range of a float32."""
+    result: dict[str, object] = {}
+    for dtype, chunk, lower_bound in EXTREME:
+        setting = checks.Setting(
+            "cpu", dtype, num_heads=1, key_dim=64, value_dim=32, chunk_size=chunk, lower_bound=lower_bound
+        )
+        name = f"{dtype} {chunk} {lower_bound}"
+        result[name] = kda_checks.check_extreme_gates(setting)
+        kda_checks.check_constant_gates(setting)
     return result
 
 
@@ -236,6 +252,7 @@ CASES = (
     kda_tree_equals_fla,
     kda_handed_in_state,
     kda_prefix_and_continuation,
+    kda_extreme_gates,
     kda_separate_calls,
     kda_nothing_to_do,
     kda_refuses,

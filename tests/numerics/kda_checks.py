@@ -34,10 +34,10 @@ def sequences_of(lengths: list[int], setting: Setting) -> PackedSequences:
     )
 
 
-def with_gradients(x: list[Tensor], do: Tensor, sequences: PackedSequences) -> list[Tensor]:
+def with_gradients(x: list[Tensor], do: Tensor, sequences: PackedSequences, lower_bound: float = -5.0) -> list[Tensor]:
     """Outputs and the gradients of the seven inputs."""
     leaves = [t.detach().requires_grad_() for t in x]
-    o, _ = kda_triton(*leaves, sequences)
+    o, _ = kda_triton(*leaves, sequences, lower_bound)
     return [o.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
@@ -74,6 +74,28 @@ def check_repeat(sequences: PackedSequences, setting: Setting, decay: str) -> No
     first, second = (with_gradients(x, do, sequences) for _ in range(2))
     differ = [i for i, (a, b) in enumerate(zip(first, second)) if not torch.equal(a, b)]
     assert not differ, f"tensors {differ} of outputs and gradients differ between two runs"
+
+
+def check_extreme_gates(setting: Setting) -> dict[str, object]:
+    """Decays of 0 and of the lower bound in turns: outputs and gradients against float64 and fla, and bits."""
+    c = setting.chunk_size
+    with checks.filled_allocations():
+        return checks.check_kda(sequences_of([2 * c - 3, 1, c // 2 + 1], setting), setting, decay="extreme")
+
+
+def check_constant_gates(setting: Setting) -> None:
+    """Whole chunks of the strongest and of no decay: everything is finite, and no row depends on later ones."""
+    c = setting.chunk_size
+    x = [t.detach() for t in checks.kda_inputs(2 * c, setting, "extreme", seed=9)[:7]]
+    do, sequences = torch.ones_like(x[2]), sequences_of([2 * c], setting)
+    m = c + c // 2 + 1
+    for gate in (30.0, -30.0):
+        x[3] = torch.full_like(x[3], gate)
+        with checks.filled_allocations():
+            whole = with_gradients(x, do, sequences, setting.lower_bound)
+            start, _ = kda_triton(*(t[:m] for t in x[:5]), *x[5:], sequences_of([m], setting), setting.lower_bound)
+        assert all(torch.isfinite(t).all() for t in whole), f"non-finite values at raw gates of {gate}"
+        assert torch.equal(start, whole[0][:m]), f"rows depend on later ones at raw gates of {gate}"
 
 
 def layout_as(layout: CallLayout, *, restarts_chunks: bool) -> CallLayout:
@@ -129,6 +151,7 @@ class Launches(contextlib.AbstractContextManager):
 
 
 FIRST_ARGUMENT = {
+    "chunk_gates": "first",
     "chunk_forward": "first",
     "state_scan_forward": "first_sequence",
     "chunk_output": "first",
@@ -173,7 +196,7 @@ def check_launch_order(layout: CallLayout, setting: Setting) -> int:
     starts = layout.init_state_Q.numpy() >= 0
     expected: list[tuple[str, int]] = []
     for r in range(layout.num_rounds):
-        expected += [(name, r) for name in ("chunk_forward", "state_scan_forward", "chunk_output")]
+        expected += [(name, r) for name in ("chunk_gates", "chunk_forward", "state_scan_forward", "chunk_output")]
     for r in reversed(range(layout.num_rounds)):
         expected += [("chunk_output_gradient", r), ("state_scan_backward", r)]
         if starts[round_of_sequence == r].any():

@@ -37,6 +37,19 @@ def test_every_length(kda_checks, decay):
         checks.check_kda(sequences, SETTING, decay=decay)
 
 
+@pytest.mark.parametrize("chunk_size", [32, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_extreme_gates(kda_checks, dtype, chunk_size):
+    pytest.importorskip("fla", reason="needs fla-core==0.6.0 (pip install 'harts_titan[dev]')")
+    kda_checks.check_extreme_gates(checks.Setting("cuda", dtype, value_dim=128, chunk_size=chunk_size))
+
+
+@pytest.mark.parametrize("chunk_size", [32, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_constant_gates(kda_checks, dtype, chunk_size):
+    kda_checks.check_constant_gates(checks.Setting("cuda", dtype, value_dim=128, chunk_size=chunk_size))
+
+
 def test_offsets_past_two_to_the_31(kda_checks):
     setting = checks.Setting("cuda", torch.bfloat16, num_heads=16, key_dim=128, value_dim=128)
     if torch.cuda.mem_get_info()[0] < 130 << 30:

@@ -11,6 +11,7 @@ CASES = (
     "kda_tree_equals_fla",
     "kda_handed_in_state",
     "kda_prefix_and_continuation",
+    "kda_extreme_gates",
     "kda_separate_calls",
     "kda_nothing_to_do",
     "kda_refuses",

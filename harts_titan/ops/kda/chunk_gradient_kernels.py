@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from harts_titan.ops.kda.chunk_kernels import running_sums
+
 
 @triton.jit(do_not_specialize=["first"])
 def chunk_output_gradient(
@@ -165,12 +167,14 @@ def chunk_backward_keys(
     BK: tl.constexpr,
     PARTS: tl.constexpr,
     WIDE: tl.constexpr,
+    BV: tl.constexpr,
 ):
     """Gradients of the normalised q and k (float32 tiles) and of the raw gate, for ``BK`` key channels of one chunk.
 
     ``part`` (2, C, H, K) receives this chunk's sums for ``dt_bias`` and ``A_log``, ``db_part[1 + i_k]`` the part of
     beta's gradient that sums over these channels.
     """
+    tl.static_assert(BT <= 2 * BC)
     TYPE: tl.constexpr = h.dtype.element_ty
     PAIR: tl.constexpr = tl.float32 if WIDE else TYPE
     NK: tl.constexpr = K // BK
@@ -181,35 +185,63 @@ def chunk_backward_keys(
     i_c = i_p // H
     o_t = tl.arange(0, BT)
     o_j = tl.arange(0, BT)
-    o_v = tl.arange(0, V)
     o_k = i_k * BK + tl.arange(0, BK)
     o_tk = o_t[:, None] * K + o_k[None, :]
-    o_tv = o_t[:, None] * V + o_v[None, :]
-    o_kv = o_k[:, None] * V + o_v[None, :]
     o_tj = o_t[:, None] * BT + o_j[None, :]
     i_y = tl.load(packed_row + i_c * BT + o_t)
-    m_t = i_y >= 0
-    i_r = tl.maximum(i_y, 0) * H + i_h
+    i_s = tl.load(copy_slot + i_c * BT + o_t)
+    # All loads first: most of this kernel's time was waiting for one load after the other.
     g += i_p * BT * K
     b_b = tl.load(row + i_p * BT + o_t)
+    b_rq = tl.load(row + NS + i_p * BT + o_t) * scale
+    b_rk = tl.load(row + 2 * NS.to(tl.int64) + i_p * BT + o_t)
+    b_d = tl.load(diagonal + i_p * BT + o_t)[:, None]
+    b_last = tl.load(g + (BT - 1) * K + o_k)
+    b_a = tl.load(A_log + i_h).to(tl.float32)
+    b_bias = tl.load(dt_bias + i_h * K + o_k).to(tl.float32)
+    # The middle rows of the one or two blocks.
+    b_m0 = tl.load(g + (BC // 2) * K + o_k)
+    b_m1 = tl.load(g + (BT - BC // 2) * K + o_k)
+    b_A = tl.load(Akk + i_p * BT * BT + o_tj)
+    b_g = tl.load(g + o_tk)
+    m_t = i_y >= 0
+    i_r = tl.maximum(i_y, 0) * H + i_h
+    b_q = tl.load(q + i_r[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0)
+    b_k = tl.load(k + i_r[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0)
+    b_f = tl.load(f + i_r[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0)
 
     # Through the state: A^T dW, dq and dk.
-    b_h = tl.load(h + i_p * K * V + o_kv)
-    b_dw = tl.dot(tl.load(dv + i_p * BT * V + o_tv), tl.trans(b_h))
-    b_A = tl.load(Akk + i_p * BT * BT + o_tj)
+    b_dw = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dq = tl.zeros([BT, BK], dtype=tl.float32)
+    b_dk = tl.zeros([BT, BK], dtype=tl.float32)
+    b_end = tl.zeros([BK], dtype=tl.float32)
+    for i_v in range(V // BV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        o_tv = i_p * BT * V + o_t[:, None] * V + o_v[None, :]
+        o_kv = i_p * K * V + o_k[:, None] * V + o_v[None, :]
+        b_h = tl.load(h + o_kv)
+        b_dh = tl.load(dh + o_kv)
+        b_dv = tl.load(dv + o_tv)
+        b_do = tl.load(do + o_tv)
+        b_vn = tl.load(v_new + o_tv)
+        b_dw = tl.dot(b_dv, tl.trans(b_h), b_dw)
+        b_dq = tl.dot(b_do, tl.trans(b_h), b_dq)
+        b_dk = tl.dot(b_vn, tl.trans(b_dh), b_dk)
+        b_end += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
     b_dw = tl.dot(tl.trans(b_A), (-b_dw).to(TYPE)) * b_b[:, None]
-    b_dq = tl.dot(tl.load(do + i_p * BT * V + o_tv), tl.trans(b_h))
-    b_dh = tl.load(dh + i_p * K * V + o_kv)
-    b_last = tl.load(g + (BT - 1) * K + o_k)
-    b_end = tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1) * tl.math.exp2(b_last)
-    b_dk = tl.dot(tl.load(v_new + i_p * BT * V + o_tv), tl.trans(b_dh))
+    b_end *= tl.math.exp2(b_last)
 
-    b_g = tl.load(g + o_tk)
+    b_mq0 = tl.load(dAqk + i_p * BT * BT + o_tj)
+    b_mk0 = tl.load(dAkk + i_p * BT * BT + o_tj)
+    b_mq1 = b_mq0
+    b_mk1 = b_mk0
+    if PARTS == 2:
+        b_mq1 = tl.load(dAqk + NS.to(tl.int64) * BT + i_p * BT * BT + o_tj)
+        b_mk1 = tl.load(dAkk + NS.to(tl.int64) * BT + i_p * BT * BT + o_tj)
+
     b_e = tl.math.exp2(b_g)
-    b_q = tl.load(q + i_r[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
-    b_k = tl.load(k + i_r[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
-    b_q *= (tl.load(row + NS + i_p * BT + o_t) * scale)[:, None]
-    b_k *= tl.load(row + 2 * NS.to(tl.int64) + i_p * BT + o_t)[:, None]
+    b_q = b_q.to(tl.float32) * b_rq[:, None]
+    b_k = b_k.to(tl.float32) * b_rk[:, None]
     b_dk *= tl.math.exp2(b_last[None, :] - b_g)
     b_dg = b_k * b_dk
     b_end += tl.sum(b_dg, 0)
@@ -220,56 +252,61 @@ def chunk_backward_keys(
     b_db = tl.sum(b_kdw, 1) / tl.where(b_b > 0.0, b_b, 1.0)
     b_dg = b_kdw - b_dg + b_q * b_dq + tl.where((o_t == BT - 1)[:, None], b_end[None, :], 0.0)
     # P's diagonal has no decay: exact, and no part of the gate's gradient.
-    b_d = tl.load(diagonal + i_p * BT + o_t)[:, None]
     b_dk += b_dw + b_d * b_q
     b_dq += b_d * b_k
 
-    # Kept outside of the registers while the loop needs them.
-    tl.store(dq + i_p * BT * K + o_tk, b_dq)
-
     # Through P and A: the same rounded factors for rows and columns.
-    b_left = tl.math.exp2(b_g - tl.load(g + (o_t // BC * BC + BC // 2)[:, None] * K + o_k[None, :]))
+    b_ref = b_g
+    for i_b in tl.static_range(BT // BC):
+        b_middle = b_m0 if i_b == 0 else b_m1
+        b_ref = tl.where((o_t // BC == i_b)[:, None], b_middle[None, :], b_ref)
+    b_left = tl.math.exp2(b_g - b_ref)
     b_lq = (b_q * b_left).to(PAIR)
     b_lk = (b_k * b_left * b_b[:, None]).to(PAIR)
     b_aq = tl.zeros([BT, BK], dtype=tl.float32)
     b_ak = tl.zeros([BT, BK], dtype=tl.float32)
-    for i_b in range(BT // BC):
-        b_middle = tl.load(g + (i_b * BC + BC // 2) * K + o_k)
+    for i_b in tl.static_range(BT // BC):
+        m_b = (o_t // BC == i_b)[:, None]
+        b_middle = b_m0 if i_b == 0 else b_m1
         b_r = tl.where((o_t < (i_b + 1) * BC)[:, None], tl.math.exp2(b_middle[None, :] - b_g), 0.0)
         b_kr = (b_k * b_r).to(PAIR)
-        m_b = (o_t // BC == i_b)[:, None]
-        b_x = tl.zeros([BT, BK], dtype=tl.float32)
-        for i_m in tl.static_range(PARTS):
-            p_m = i_m * NS.to(tl.int64) * BT + i_p * BT * BT
-            b_mq = tl.load(dAqk + p_m + o_tj, mask=m_b, other=0.0).to(PAIR)
-            b_mk = tl.load(dAkk + p_m + o_tj, mask=m_b, other=0.0).to(PAIR)
-            b_aq = tl.dot(b_mq, b_kr, b_aq)
-            b_ak = tl.dot(b_mk, b_kr, b_ak)
-            b_x = tl.dot(tl.trans(b_mq), b_lq, b_x)
-            b_x = tl.dot(tl.trans(b_mk), b_lk, b_x)
-        b_dk += b_x * b_r
-        b_dg -= b_x * b_kr.to(tl.float32)
+        b_yq = tl.dot(b_mq0, b_kr)
+        b_yk = tl.dot(b_mk0, b_kr)
+        if PARTS == 2:
+            b_yq = tl.dot(b_mq1, b_kr, b_yq)
+            b_yk = tl.dot(b_mk1, b_kr, b_yk)
+        b_aq = tl.where(m_b, b_yq, b_aq)
+        b_ak = tl.where(m_b, b_yk, b_ak)
     b_dg += b_lq.to(tl.float32) * b_aq + b_lk.to(tl.float32) * b_ak
-    tl.debug_barrier()
-    b_left = tl.math.exp2(tl.load(g + o_tk) - tl.load(g + (o_t // BC * BC + BC // 2)[:, None] * K + o_k[None, :]))
-    b_dq = tl.load(dq + i_p * BT * K + o_tk) + b_aq * b_left
+    b_dq += b_aq * b_left
     tl.store(dq + i_p * BT * K + o_tk, b_dq * scale)
     b_ak *= b_left
-    b_k = tl.load(k + i_r[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
-    b_k *= tl.load(row + 2 * NS.to(tl.int64) + i_p * BT + o_t)[:, None]
     b_db += tl.sum(b_ak * b_k, 1)
-    tl.store(dk + i_p * BT * K + o_tk, b_dk + b_ak * b_b[:, None])
     tl.store(db_part + (1 + i_k) * NS.to(tl.int64) + i_p * BT + o_t, b_db)
+    b_dk += b_ak * b_b[:, None]
+    # Columns after the rows' results are stored: fewer tiles are held at once.
+    for i_b in tl.static_range(BT // BC):
+        m_b = (o_t // BC == i_b)[:, None]
+        b_middle = b_m0 if i_b == 0 else b_m1
+        b_r = tl.where((o_t < (i_b + 1) * BC)[:, None], tl.math.exp2(b_middle[None, :] - b_g), 0.0)
+        b_mlq = tl.where(m_b, b_lq, 0.0)
+        b_mlk = tl.where(m_b, b_lk, 0.0)
+        b_x = tl.dot(tl.trans(b_mq0), b_mlq)
+        b_x = tl.dot(tl.trans(b_mk0), b_mlk, b_x)
+        if PARTS == 2:
+            b_x = tl.dot(tl.trans(b_mq1), b_mlq, b_x)
+            b_x = tl.dot(tl.trans(b_mk1), b_mlk, b_x)
+        b_dk += b_x * b_r
+        b_dg -= b_x * (b_k * b_r).to(PAIR).to(tl.float32)
+    tl.store(dk + i_p * BT * K + o_tk, b_dk)
 
-    b_dg = tl.cumsum(b_dg, 0, reverse=True)
-    b_a = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    b_f = tl.load(f + i_r[:, None] * K + o_k[None, :], mask=m_t[:, None], other=0.0).to(tl.float32)
-    b_f += tl.load(dt_bias + i_h * K + o_k).to(tl.float32)[None, :]
+    b_dg = running_sums(b_dg, BT, WIDE, True)
+    b_a = tl.exp(b_a)
+    b_f = b_f.to(tl.float32) + b_bias[None, :]
     b_sig = tl.sigmoid(b_a * b_f)
     b_dg = tl.where(m_t[:, None], b_dg * (b_a * lower_bound) * (b_sig * (1.0 - b_sig)), 0.0)
     tl.store(part + i_p * K + o_k, tl.sum(b_dg, 0))
     tl.store(part + (NS // BT).to(tl.int64) * K + i_p * K + o_k, tl.sum(b_dg * b_f, 0))
-    i_s = tl.load(copy_slot + i_c * BT + o_t)
     m_y = (m_t & (i_s < 0))[:, None]
     m_s = (i_s >= 0)[:, None]
     i_s = tl.maximum(i_s, 0) * H + i_h
@@ -338,47 +375,3 @@ def chunk_backward_norms(
     b_db *= b_b * (1.0 - b_b)
     tl.store(db_out + i_r, b_db.to(db_out.dtype.element_ty), mask=m_y)
     tl.store(db_copy + i_s, b_db, mask=m_s)
-
-
-@triton.jit
-def fan_in_copies(
-    dq_copy,
-    dk_copy,
-    dv_copy,
-    df_copy,
-    db_copy,
-    dq,
-    dk,
-    dv,
-    df,
-    db,
-    shared_row,
-    shared_ptr,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-):
-    """Gradient of a path row that several packed rows read, or none: float32 sums in packed order, rounded once."""
-    pid = tl.program_id(0)
-    i_h = pid % H
-    i_f = pid // H
-    i_y = tl.load(shared_row + i_f).to(tl.int64) * H + i_h
-    o_k = tl.arange(0, K)
-    o_v = tl.arange(0, V)
-    b_q = tl.zeros([K], dtype=tl.float32)
-    b_k = tl.zeros([K], dtype=tl.float32)
-    b_f = tl.zeros([K], dtype=tl.float32)
-    b_v = tl.zeros([V], dtype=tl.float32)
-    b_b = 0.0
-    for i_m in range(tl.load(shared_ptr + i_f), tl.load(shared_ptr + i_f + 1)):
-        i_s = i_m * H + i_h
-        b_q += tl.load(dq_copy + i_s * K + o_k)
-        b_k += tl.load(dk_copy + i_s * K + o_k)
-        b_f += tl.load(df_copy + i_s * K + o_k)
-        b_v += tl.load(dv_copy + i_s * V + o_v)
-        b_b += tl.load(db_copy + i_s)
-    tl.store(dq + i_y * K + o_k, b_q.to(dq.dtype.element_ty))
-    tl.store(dk + i_y * K + o_k, b_k.to(dk.dtype.element_ty))
-    tl.store(df + i_y * K + o_k, b_f.to(df.dtype.element_ty))
-    tl.store(dv + i_y * V + o_v, b_v.to(dv.dtype.element_ty))
-    tl.store(db + i_y, b_b)

@@ -154,3 +154,47 @@ def fan_in_states(dinit, dpool, fan_row, fan_ptr, fan_slot, first_fan, S: tl.con
     for i_p in range(tl.load(fan_ptr + i_f), tl.load(fan_ptr + i_f + 1)):
         b_a += tl.load(dinit + tl.load(fan_slot + i_p).to(tl.int64) * S + o_s, mask=m_s, other=0.0)
     tl.store(dpool + i_r * S + o_s, b_a, mask=m_s)
+
+
+@triton.jit
+def fan_in_copies(
+    dq_copy,
+    dk_copy,
+    dv_copy,
+    df_copy,
+    db_copy,
+    dq,
+    dk,
+    dv,
+    df,
+    db,
+    shared_row,
+    shared_ptr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+):
+    """Gradient of a path row that several packed rows read, or none: float32 sums in packed order, rounded once."""
+    pid = tl.program_id(0)
+    i_h = pid % H
+    i_f = pid // H
+    i_y = tl.load(shared_row + i_f).to(tl.int64) * H + i_h
+    o_k = tl.arange(0, K)
+    o_v = tl.arange(0, V)
+    b_q = tl.zeros([K], dtype=tl.float32)
+    b_k = tl.zeros([K], dtype=tl.float32)
+    b_f = tl.zeros([K], dtype=tl.float32)
+    b_v = tl.zeros([V], dtype=tl.float32)
+    b_b = 0.0
+    for i_m in range(tl.load(shared_ptr + i_f), tl.load(shared_ptr + i_f + 1)):
+        i_s = i_m * H + i_h
+        b_q += tl.load(dq_copy + i_s * K + o_k)
+        b_k += tl.load(dk_copy + i_s * K + o_k)
+        b_f += tl.load(df_copy + i_s * K + o_k)
+        b_v += tl.load(dv_copy + i_s * V + o_v)
+        b_b += tl.load(db_copy + i_s)
+    tl.store(dq + i_y * K + o_k, b_q.to(dq.dtype.element_ty))
+    tl.store(dk + i_y * K + o_k, b_k.to(dk.dtype.element_ty))
+    tl.store(df + i_y * K + o_k, b_f.to(df.dtype.element_ty))
+    tl.store(dv + i_y * V + o_v, b_v.to(dv.dtype.element_ty))
+    tl.store(db + i_y, b_b)

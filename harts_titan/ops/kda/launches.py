@@ -22,11 +22,11 @@ from harts_titan.ops.kda.chunk_gradient_kernels import (
     chunk_backward_norms,
     chunk_backward_values,
     chunk_output_gradient,
-    fan_in_copies,
 )
-from harts_titan.ops.kda.chunk_kernels import chunk_forward, chunk_output
-from harts_titan.ops.kda.configs import BLOCK_ROWS, launch
-from harts_titan.ops.kda.kernels import fan_in_states, state_scan_backward, state_scan_forward
+from harts_titan.ops.kda.chunk_kernels import chunk_forward, chunk_gates, chunk_output
+from harts_titan.ops.kda.configs import launch
+from harts_titan.ops.kda.kernels import fan_in_copies, fan_in_states, state_scan_backward, state_scan_forward
+from harts_titan.ops.kda.saved import Saved
 from harts_titan.ops.kda.tables import Index
 
 _FAN_BLOCK = 1024
@@ -95,41 +95,6 @@ def _calls(t: Index, num_chunks: int) -> list[list[_Part]]:
     return [[part(0, count)]]
 
 
-class Saved(NamedTuple):
-    """What the backward pass keeps beside the inputs; S slots lie in tiles [C, H, chunk_size, width]."""
-
-    w: Tensor
-    kg: Tensor
-    qg: Tensor
-    g: Tensor
-    """float32 cumulative log2 decay inside the chunk."""
-    v_new: Tensor
-    h: Tensor
-    """State in front of each chunk (C, H, K, V)."""
-    Aqk: Tensor
-    Akk: Tensor
-    row: Tensor
-    """float32 (3, S, H): beta, reciprocal norms of q and k."""
-
-
-def new_saved(q: Tensor, v: Tensor, num_slots: int, chunk_size: int) -> Saved:
-    """Room for what forward keeps, on the device of ``q``."""
-    (H, K), V = q.shape[1:], v.shape[-1]
-    S = num_slots
-    wide = q.new_empty((S, H, K), dtype=torch.float32)
-    return Saved(
-        w=q.new_empty((S, H, K)),
-        kg=q.new_empty((S, H, K)),
-        qg=q.new_empty((S, H, K)),
-        g=wide,
-        v_new=q.new_empty((S, H, V)),
-        h=q.new_empty((S // chunk_size, H, K, V)),
-        Aqk=q.new_empty((S, H, chunk_size)),
-        Akk=q.new_empty((S, H, chunk_size)),
-        row=q.new_empty((3, S, H), dtype=torch.float32),
-    )
-
-
 def run_forward(
     inputs: list[Tensor], s: Saved, u: Tensor, pool: Tensor, o: Tensor, t: Index, lower_bound: float
 ) -> None:
@@ -158,25 +123,41 @@ class _Forward:
         sizes = {"H": self._H, "K": K, "V": V, "BT": BT}
         names = ("chunk_forward", "state_scan_forward", "chunk_output")
         self._options = [sizes | launch(name, s.h, K=K, V=V) for name in names]
+        self._gates = {"H": self._H, "K": K, "BT": BT} | launch("chunk_gates", s.h, K=K, V=V)
         self._scan_programs, self._output_programs = (self._H * (V // x["BV"]) for x in self._options[1:])
 
     def inside(self, part: _Part) -> None:
         """Everything a scan needs."""
-        s = self._s
+        s, (q, k, v, *gate) = self._s, self._inputs
+        _, scale, size = self._scalars
+        programs = self._H * (self._gates["K"] // self._gates["BK"])
+        chunk_gates[(part.num_chunks * programs,)](
+            q,
+            k,
+            *gate,
+            self._t.packed_row_S,
+            s.qg,
+            s.kg,
+            s.g,
+            s.row,
+            *self._scalars,
+            part.first_chunk * programs,
+            **self._gates,
+        )
         chunk_forward[(part.num_chunks * self._H,)](
-            *self._inputs,
+            q,
+            k,
+            v,
             self._t.packed_row_S,
             s.w,
             self._u,
-            s.qg,
-            s.kg,
             s.g,
             s.Aqk,
             s.Akk,
             s.row,
-            *self._scalars,
+            scale,
+            size,
             part.first_chunk * self._H,
-            BC=BLOCK_ROWS,
             **self._options[0],
         )
 

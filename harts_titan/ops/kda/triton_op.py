@@ -14,7 +14,8 @@ import contextlib
 import torch
 from torch import Tensor
 
-from harts_titan.ops.kda.launches import Saved, new_saved, run_backward, run_forward
+from harts_titan.ops.kda.launches import run_backward, run_forward
+from harts_titan.ops.kda.saved import Saved, new_saved
 from harts_titan.ops.kda.sequences import PackedSequences
 from harts_titan.ops.kda.tables import KDATables, prepare_tables, unpack
 
