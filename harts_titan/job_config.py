@@ -106,7 +106,8 @@ class Ops:
     """Backends of the kernels. "auto" chooses by device and availability and logs the choice once."""
 
     kda: str = OpsBackends.kda
-    """auto | reference | recurrent | triton"""
+    """auto | reference | recurrent | triton | fla; fla: fla-core's kernels, to measure modes nodewise, depthwise and
+    expanded with; needs tree.chunk_size 64 and refuses mode compact where it hands a state over"""
 
     short_conv: str = OpsBackends.short_conv
     """auto | reference | triton"""
@@ -208,6 +209,8 @@ def validate(config: Any) -> None:
     for name in ("max_tokens", "chunk_size"):
         if getattr(config.tree, name) < 1:
             raise ValueError(f"tree.{name} ({getattr(config.tree, name)}) must be at least 1")
+    if config.ops.kda == "fla" and config.tree.chunk_size != 64:
+        raise ValueError(f"tree.chunk_size ({config.tree.chunk_size}) must be 64 with ops.kda = 'fla'")
     for name in ("limit", "trajectories_per_step", "num_workers"):
         if getattr(config.data, name) < 0:
             raise ValueError(f"data.{name} ({getattr(config.data, name)}) must not be negative")

@@ -58,6 +58,16 @@ _BACKENDS: dict[str, tuple[_Backend, ...]] = {
             auto_cuda=True,
         ),
         _Backend("reference", auto_cuda=True, auto_cpu=True, slow_on_cuda=True, traceable=False),
+        # Never chosen automatically: it refuses the states that mode compact hands over.
+        _Backend(
+            "fla",
+            dtypes=_HALF,
+            cuda_only=True,
+            module="harts_titan.ops.kda.fla_op",
+            requires=("triton", "fla"),
+            install="pip install fla-core==0.6.0",
+            traceable=False,
+        ),
         _Backend("recurrent", traceable=False),
     ),
     "short_conv": (
@@ -286,7 +296,7 @@ def _short(dtype: torch.dtype) -> str:
 
 def _interpreted(backend: _Backend) -> bool:
     # Triton's interpreter runs the same kernels on CPU tensors; it is set for kernel tests only.
-    return backend.name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    return backend.name in ("triton", "fla") and os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache

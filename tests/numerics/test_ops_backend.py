@@ -64,4 +64,4 @@ def test_unknown_names_are_refused():
         with pytest.raises(ValueError, match=r"fa4|triton|attention"):
             call()
     assert OpsBackends(attention="path").attention == "path"
-    assert backend_names("kda") == ("triton", "reference", "recurrent")
+    assert backend_names("kda") == ("triton", "reference", "fla", "recurrent")

@@ -42,7 +42,7 @@ def kda(
         sequences: Packed sequences on the inputs' device.
         lower_bound: Lower bound of the log decay, negative.
         external_state_EHKV: float32 (float64 for float64 inputs) states handed in; ``sequences.num_external_states``.
-        backend: "auto", "triton", "reference" or "recurrent".
+        backend: "auto", "triton", "reference", "recurrent" or "fla" (states behind last rows only).
 
     Returns:
         ``o_THV`` in the dtype of ``v``, and the exported states (E, H, K, V), float32 (float64 for float64 inputs):
@@ -62,6 +62,11 @@ def kda(
         from harts_titan.ops.kda.triton_op import kda_triton
 
         return kda_triton(*arguments)
+    if name == "fla":
+        # Optional as well, and needed to measure only.
+        from harts_titan.ops.kda.fla_op import kda_fla
+
+        return kda_fla(*arguments)
     return kda_reference(*arguments) if name == "reference" else kda_recurrent(*arguments)
 
 
@@ -74,12 +79,21 @@ def prepare_kda(sequences: PackedSequences, *, dtype: torch.dtype, backend: str 
         sequences: Of the call, on the inputs' device.
         dtype: Dtype of the inputs.
         backend: As for the op.
+
+    Raises:
+        ValueError: If a forced backend cannot run, or not on these sequences.
     """
-    if choose("kda", backend, device=sequences.device, dtype=dtype) == "triton":
+    name = choose("kda", backend, device=sequences.device, dtype=dtype)
+    if name == "triton":
         # Triton is optional: CPU installations do not have it.
         from harts_titan.ops.kda.triton_op import prepare_tables
 
         prepare_tables(sequences)
+    elif name == "fla":
+        # Optional as well, and needed to measure only.
+        from harts_titan.ops.kda.fla_op import prepare_calls
+
+        prepare_calls(sequences)
 
 
 def _check(
