@@ -280,20 +280,35 @@ def reported(tool: str) -> Report:
             clean.merge(launches)
         took = f" in {result['seconds']} s" if "seconds" in result else ""
         print(f"{tool} {result['case']}: {result['verdict']}{took}, {len(result['kernels'])} kernels", flush=True)
+    verdicts = Counter(result["verdict"] for result in results)
     report: Report = {
-        "cases": results,
-        "kernels": clean.report(own),
+        "tool": tool,
+        "summary": ", ".join(f"{count} {verdict}" for verdict, count in verdicts.most_common()),
+        # Of the clean cases.
+        "kernels": len(clean.report(own)),
         "launches": sum(clean.count[name] for name in own),
-        "never launched in a clean case": missing(clean) if asked_cases() == list(CASES) else [],
+        "seconds": round(sum(result.get("seconds", 0) for result in results), 1),
+        "cases": results,
+        "never launched": missing(clean) if asked_cases() == list(CASES) else [],
     }
     (LOGS / f"{tool}.json").write_text(json.dumps(report, indent=1))
-    verdicts = dict(Counter(result["verdict"] for result in results))
-    print(f"{tool}: {verdicts}; clean: {len(report['kernels'])} kernels, {report['launches']} launches", flush=True)
+    print(f"{tool}: {report['summary']}; {report['kernels']} kernels, {report['launches']} launches", flush=True)
     bad = [f"{one['case']}: {one['verdict']}: {one['message']}" for one in results if one["verdict"] != "clean"]
-    if left := report["never launched in a clean case"]:
-        bad.append(f"never launched in a clean case: {', '.join(left)}")
+    if report["never launched"]:
+        bad.append(f"never launched in a clean case: {', '.join(report['never launched'])}")
     assert not bad, "\n".join([tool, *bad])
     return report
+
+
+def add_results(path: Path) -> None:
+    """Put what the tools said into the report of a run, also where it made their section fail."""
+    if not path.exists():
+        return
+    report = json.loads(path.read_text())
+    for tool in TOOLS:
+        if "error" in report["sections"].get(tool, {}) and (LOGS / f"{tool}.json").exists():
+            report["sections"][tool]["result"] = json.loads((LOGS / f"{tool}.json").read_text())
+    path.write_text(json.dumps(report, indent=1))
 
 
 def control() -> Report:
@@ -345,7 +360,11 @@ def main() -> int:
     parser.add_argument("--cases")
     argv = parser.parse_known_args()[1]
     default = ("kernels",) if DRY else tuple(SECTIONS)
-    return run_sections("gpu_sanitize", SECTIONS, doc=__doc__, default=default, argv=argv)
+    for tool in TOOLS:
+        (LOGS / f"{tool}.json").unlink(missing_ok=True)
+    status = run_sections("gpu_sanitize", SECTIONS, doc=__doc__, default=default, argv=argv)
+    add_results(LOGS / "gpu_sanitize.json")
+    return status
 
 
 if __name__ == "__main__":

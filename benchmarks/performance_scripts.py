@@ -190,7 +190,7 @@ def compile_tables(found: Report) -> list[str]:
 
 
 def sanitize_tables(found: Report) -> list[str]:
-    """The last line of every tool of compute-sanitizer."""
+    """How the cases ended under every tool of compute-sanitizer; kernels and launches are those of the clean ones."""
     texts = []
     if control := found.get("control"):
         seen = [
@@ -204,6 +204,13 @@ def sanitize_tables(found: Report) -> list[str]:
     ]
     if rows:
         texts.append(rows_of(["tool", "result", "own kernels", "launches", "seconds"], rows))
+    bad = [(one["tool"], case) for one in runs for case in one.get("cases", []) if case["verdict"] != "clean"]
+    texts += [f"{tool}, case {case['case']}: {case['verdict']}: {case['message'][:200]}\n" for tool, case in bad]
+    texts += [
+        f"{one['tool']} saw in no clean case: {', '.join(one['never launched'])}.\n"
+        for one in runs
+        if one.get("never launched")
+    ]
     return texts
 
 

@@ -104,11 +104,12 @@ def test_one_case_that_fails_hides_no_other(tmp_path):
     command += ["--sections", "racecheck,memcheck", "--cases", "rotary,activations"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stdout[-3000:] + done.stderr[-3000:]
-    results = {
-        (name, case["case"]): case
-        for name in ("racecheck", "memcheck")
-        for case in json.loads((tmp_path / f"{name}.json").read_text())["cases"]
-    }
+    sections = json.loads((tmp_path / "gpu_sanitize.json").read_text())["sections"]
+    assert {name: "error" in section for name, section in sections.items()} == {"racecheck": True, "memcheck": False}
+    found = {name: section["result"] for name, section in sections.items()}
+    assert found["racecheck"]["summary"] == "1 sanitizer failed, 1 clean"
+    assert 0 < found["racecheck"]["kernels"] < found["memcheck"]["kernels"]
+    results = {(name, case["case"]): case for name, result in found.items() for case in result["cases"]}
     verdicts = {key: result["verdict"] for key, result in results.items()}
     assert verdicts.pop(("racecheck", "rotary")) == "sanitizer failed"
     assert len(verdicts) == 3 and set(verdicts.values()) == {"clean"}, done.stdout

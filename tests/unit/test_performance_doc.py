@@ -182,6 +182,14 @@ SCRIPTS = {
             **{"tool": "racecheck", "summary": "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)"},
             **{"errors": 0, "kernels": 44, "launches": 120, "seconds": 31.25},
         },
+        "synccheck": {
+            **{"tool": "synccheck", "summary": "1 clean, 1 stopped", "kernels": 3, "launches": 9, "seconds": 80.0},
+            "cases": [
+                {"case": "head", "verdict": "stopped", "message": "stopped after 75 s"},
+                {"case": "rotary", "verdict": "clean", "message": "ERROR SUMMARY: 0 errors"},
+            ],
+            "never launched": ["ops.one", "ops.two with WIDE = True"],
+        },
     },
     "ops": {
         "kda_timing": {
@@ -213,6 +221,7 @@ ROWS = {
     ],
     "sanitize": [
         ["`racecheck`", "RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)", "44", "120", "31.2"],
+        ["`synccheck`", "1 clean, 1 stopped", "3", "9", "80.0"],
     ],
     "ops": [["kda, compact", "0.5", "2.0", "6.7"], ["short_conv, expanded", "0.5", "2.0", "4.2"]],
     "moe": [
@@ -265,7 +274,9 @@ def test_what_is_no_table_of_compiled_layers_sanitizer_and_limits():
 
     assert "queued in 50.8 ms" in text("compile", SCRIPTS["compile"])
     control = "memcheck: ERROR SUMMARY: 9 errors; with other kernels named: ERROR SUMMARY: 0 errors."
-    assert control in text("sanitize", SCRIPTS["sanitize"])
+    found = text("sanitize", SCRIPTS["sanitize"])
+    assert control in found and "\nsynccheck, case head: stopped: stopped after 75 s\n" in found
+    assert "synccheck saw in no clean case: ops.one, ops.two with WIDE = True." in found and "rotary" not in found
     limits = {"one_token_sequences": [0.0037, 0.0056], "past_int32": [True, True, False]}
     found = text("kda", {"limits": limits})
     assert "up to 5.6e-03" in found and "2 of 3 tensors" in found
