@@ -259,20 +259,21 @@ def list_blocks(
 
 
 @kernel
-def visible_runs(row_V, length_V, tin_Y, tout_Y, num_external_rows, begin_B, ptr_B1, run_R2):
+def visible_runs(row_V, length_V, number_V, tin_Y, tout_Y, num_external_rows, begin_B, ptr_B1, run_R2):
     """Runs of own rows that may see a row of each stretch of keys: those with numbers in its first row's interval.
 
-    Segments come by row. A run ends where rows are not adjacent, and where the stretch itself begins, so that readers
-    of a tile deeper in the stretch can start behind it. With no room in ``run_R2`` only counts them: ``ptr_B1[b + 1]``.
+    Segments come by row, ``number_V`` are the depth-first numbers of their first rows. A run ends where rows are not
+    adjacent, and where the stretch itself begins, so that readers of a tile deeper in the stretch can start behind it.
+    With no room in ``run_R2`` only counts them: ``ptr_B1[b + 1]``.
     """
     for b in range(begin_B.size):
         first = begin_B[b]
+        lowest, highest = tin_Y[first], tout_Y[first]
         count, end = 0, -1
         for v in range(row_V.size):
-            row = row_V[v]
-            number = tin_Y[num_external_rows + row]
-            if not tin_Y[first] <= number < tout_Y[first]:
+            if not lowest <= number_V[v] < highest:
                 continue
+            row = row_V[v]
             if row != end or num_external_rows + row == first:
                 if run_R2.size:
                     run_R2[ptr_B1[b] + count, 0] = row
@@ -282,3 +283,34 @@ def visible_runs(row_V, length_V, tin_Y, tout_Y, num_external_rows, begin_B, ptr
                 run_R2[ptr_B1[b] + count - 1, 1] = end
         if not run_R2.size:
             ptr_B1[b + 1] = count
+
+
+@kernel
+def key_tiles(
+    order_C, parent_C, row_C, rows_C, position_C, above_C, num_external_rows, list_ptr_C1, list_L, rows_N, at
+):
+    """Tile lists of the chains' paths, and the path rows of the tiles of their own rows; returns the tiles used.
+
+    A chain's list begins with its parent's up to the fork, or with tiles from ``above_C`` on (of external rows). The
+    tile that holds the fork is the chain's own, its first positions are the parent's rows. ``order_C`` has parents
+    before children; ``at`` tiles of ``rows_N`` are in use, the others hold zeros.
+    """
+    block = rows_N.shape[1]
+    for c in order_C:
+        shared, left = position_C[c] // block, position_C[c] % block
+        mine, theirs = list_ptr_C1[c], -1
+        if parent_C[c] >= 0:
+            theirs = list_ptr_C1[parent_C[c]]
+        for i in range(shared):
+            list_L[mine + i] = list_L[theirs + i] if theirs >= 0 else above_C[c] + i
+        if left:
+            fork = list_L[theirs + shared] if theirs >= 0 else above_C[c] + shared
+            for i in range(left):
+                rows_N[at, i] = rows_N[fork, i]
+        for i in range(rows_C[c]):
+            rows_N[at + (left + i) // block, (left + i) % block] = num_external_rows + row_C[c] + i
+        tiles = (left + rows_C[c] + block - 1) // block
+        for i in range(tiles):
+            list_L[mine + shared + i] = at + i
+        at += tiles
+    return at

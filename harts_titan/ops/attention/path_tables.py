@@ -7,14 +7,13 @@ a key tile. Positions are absolute.
 
 from __future__ import annotations
 
-import bisect
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from harts_titan.ops.attention.block_kernels import visible_runs
+from harts_titan.ops.attention.block_kernels import key_tiles, visible_runs
 from harts_titan.ops.attention.mask import TreeMask
 
 
@@ -82,8 +81,7 @@ def path_tables(mask: TreeMask, block_q: int, block_kv: int, block_key: int) -> 
     row_C = host.seg_row[heads_C]
     rows_C = np.diff(np.append(row_C, mask.num_rows))
     position_C = host.seg_start[heads_C]
-    lists, rows_N = _key_lists(mask, heads_C, row_C, rows_C, position_C, block_kv)
-    list_C = np.cumsum([0, *(x.size for x in lists)])
+    list_C1, list_L, rows_N = _key_lists(mask, heads_C, row_C, rows_C, position_C, block_kv)
     chain_I, number_I = _tiles(position_C % block_q + rows_C, block_q)
     first_I = number_I * block_q - (position_C % block_q)[chain_I]
     longest = np.argsort(-(position_C[chain_I] + first_I), kind="stable")
@@ -103,8 +101,8 @@ def path_tables(mask: TreeMask, block_q: int, block_kv: int, block_key: int) -> 
         row_C,
         rows_C,
         position_C,
-        list_C[:-1],
-        np.concatenate([*lists, np.empty(0, np.int64)]),
+        list_C1[:-1],
+        list_L,
         rows_N,
         begin[stretch_J] + number_J * block_key,
         np.minimum(block_key, size[stretch_J] - number_J * block_key),
@@ -128,48 +126,30 @@ def _key_lists(
     rows_C: np.ndarray,
     position_C: np.ndarray,
     block: int,
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Tile lists of the chains' paths, and the rows of the tiles."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Where each chain's tile list begins, the lists of their paths, and the rows of the tiles."""
     host, X = mask._host, mask.num_external_rows
     chain_V = np.searchsorted(row_C, host.seg_row, side="right") - 1
-    lists: list[np.ndarray] = [np.empty(0, np.int64)] * heads_C.size
-    tiles: list[np.ndarray] = []
-    first_tile: list[int] = []
-    external: dict[int, np.ndarray] = {}
-    count = 0
-
-    def add(rows: np.ndarray) -> np.ndarray:
-        """Store rows of consecutive positions that begin a tile; return the tiles' numbers."""
-        nonlocal count
-        number = -(-rows.size // block)
-        padded = np.zeros(number * block, np.int64)
-        padded[: rows.size] = rows
-        tiles.append(padded)
-        first_tile.append(count)
-        count += number
-        return np.arange(count - number, count)
-
+    parent_V, hang_C = host.seg_parent[heads_C], host.seg_attach[heads_C]
+    parent_C = np.where(parent_V >= 0, chain_V[parent_V], -1)
+    above_C = np.zeros(heads_C.size, np.int64)
+    external: list[np.ndarray] = []
+    at = 0
+    for hang in np.unique(hang_C[(hang_C >= 0) & (parent_C < 0)]):
+        path = mask.external_path(hang)
+        above_C[hang_C == hang] = at
+        external.append(np.pad(path, (0, -path.size % block)))
+        at += external[-1].size // block
+    tiles = at + int((-(-(position_C % block + rows_C) // block)).sum())
+    rows_N = np.zeros((tiles, block), np.int64)
+    if external:
+        rows_N[:at] = np.concatenate(external).reshape(-1, block)
+    ptr_C1 = np.concatenate([[0], np.cumsum(-(-(position_C + rows_C) // block))])
+    list_L = np.empty(int(ptr_C1[-1]), np.int64)
     # A chain's parent chain begins above it.
-    for c in np.argsort(position_C, kind="stable"):
-        head, start = heads_C[c], int(position_C[c])
-        own = np.arange(X + row_C[c], X + row_C[c] + rows_C[c])
-        shared, left = start // block, start % block
-        parent, hang = host.seg_parent[head], host.seg_attach[head]
-        if parent >= 0:
-            above = lists[chain_V[parent]]
-        elif hang >= 0:
-            if hang not in external:
-                external[hang] = add(mask.external_path(hang))
-            above = external[hang]
-        else:
-            above = np.empty(0, np.int64)
-        if left:
-            # The tile that holds the fork: its first positions are the parent's.
-            stored = bisect.bisect_right(first_tile, above[shared]) - 1
-            rows = tiles[stored][(above[shared] - first_tile[stored]) * block :][:left]
-            own = np.concatenate([rows, own])
-        lists[c] = np.concatenate([above[:shared], add(own)])
-    return lists, np.concatenate([*tiles, np.empty(0, np.int64)]).reshape(-1, block)
+    order = np.argsort(position_C, kind="stable")
+    key_tiles(order, parent_C, row_C, rows_C, position_C, above_C, X, ptr_C1, list_L, rows_N, at)
+    return ptr_C1, list_L, rows_N
 
 
 def _runs(mask: TreeMask, begin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -177,7 +157,8 @@ def _runs(mask: TreeMask, begin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     host = mask._host
     order = host.joined.order
     ptr = np.zeros(begin.size + 1, np.int64)
-    arguments = (host.seg_row[order], host.seg_length[order], host.tin, host.tout, mask.num_external_rows, begin)
+    row, X = host.seg_row[order], mask.num_external_rows
+    arguments = (row, host.seg_length[order], host.tin[X + row], host.tin, host.tout, X, begin)
     visible_runs(*arguments, ptr, np.empty((0, 2), np.int64))
     ptr[1:] = np.cumsum(ptr[1:])
     runs = np.empty((int(ptr[-1]), 2), np.int64)
