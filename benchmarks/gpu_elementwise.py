@@ -253,7 +253,7 @@ def ops() -> Report:
     for case in cases("triton"):
         report[case[0]] = op_pair(*case)
         if case[0].startswith("norm") and case[-1] < SMALL_BYTES:
-            report[case[0]]["in_a_row"] = in_a_row(*case)
+            report[f"{case[0]}, {IN_A_ROW} in a row"] = in_a_row(*case)
     if not DRY:
         tap = taps_of(parents("bushy", T))
         times = []
