@@ -79,7 +79,7 @@ def _one_step(
     tokens = frozen(tokens)
     ready = time.perf_counter()
     try:
-        plan, baseline = settings.plan(tokens, offsets, node_start)
+        plan, step, baseline = settings.plan(tokens, offsets, node_start)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     done = time.perf_counter()
@@ -89,7 +89,7 @@ def _one_step(
         plan.stats,
         trajectories=len(offsets) - 1,
         work_items=int(np.count_nonzero(plan.items["item_rows_I"])),
-        lower_bound=_bound(tokens, offsets, settings),
+        lower_bound=lower_bound(step, capacity=settings.capacity, dp_degree=settings.dp_degree),
         read_seconds=ready - start,
         plan_seconds=done - ready,
     )
@@ -124,12 +124,12 @@ def warm_up(settings: Settings) -> float:
         sys.stderr.flush()
     # As large as it takes for a second thread.
     sort_trajectories(frozen(np.zeros(2 << 20, np.int32)), np.arange(3) << 20)
-    small.plan(tokens, offsets, nodes)
+    _, step, _ = small.plan(tokens, offsets, nodes)
     if small.windows:
         # Whether producers are cut to fit and prefixes deepened depends on the step; these two do one each.
         for slots in (2, 0):
             replace(small, dp_degree=2, max_window_slots=slots).plan(tokens, offsets, nodes)
-    _bound(tokens, offsets, small)
+    lower_bound(step, capacity=small.capacity, dp_degree=small.dp_degree)
     return time.perf_counter() - start
 
 
@@ -138,11 +138,6 @@ def frozen(array: np.ndarray) -> np.ndarray:
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-def _bound(tokens: np.ndarray, offsets: np.ndarray, settings: Settings) -> int:
-    step = SortedStep.from_tokens(tokens, offsets)
-    return lower_bound(step, capacity=settings.capacity, dp_degree=settings.dp_degree)
 
 
 def entry() -> None:

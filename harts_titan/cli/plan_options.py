@@ -43,13 +43,18 @@ class Settings:
 
     def plan(
         self, tokens: np.ndarray, offsets: np.ndarray, node_start: np.ndarray | None = None
-    ) -> tuple[StepPlan, OrtoolsResult | None]:
+    ) -> tuple[StepPlan, SortedStep, OrtoolsResult | None]:
         """Plan a step; rows are laid out for replica 0 alone, as one rank does it, or for all if it is validated.
 
         Returns:
-            The plan, and how the baseline found it where that planned.
+            The plan, the sorted step, and how the baseline found the plan where that planned.
         """
+        steps: list[SortedStep] = []
         results: list[OrtoolsResult] = []
+
+        def sort(tokens: np.ndarray, offsets: np.ndarray) -> SortedStep:
+            steps.append(SortedStep.from_tokens(tokens, offsets))
+            return steps[0]
 
         def ortools(step: SortedStep) -> Placement:
             results.append(
@@ -81,8 +86,9 @@ class Settings:
             cost=self.cost,
             replicas=None if self.validate else (0,),
             node_start=node_start,
+            sort=sort,
         )
-        return plan, results[0] if results else None
+        return plan, steps[0], results[0] if results else None
 
     def report(self) -> dict[str, Any]:
         """Return the settings as the JSON has them."""

@@ -45,6 +45,7 @@ def plan_step(
     cost: PlanCost | None = None,
     replicas: Sequence[int] | None = None,
     node_start: np.ndarray | None = None,
+    sort: Callable[[np.ndarray, np.ndarray], SortedStep] = SortedStep.from_tokens,
 ) -> StepPlan:
     """Plan one training step: which trajectories run together, what is shared, and how each model call is laid out.
 
@@ -72,6 +73,7 @@ def plan_step(
             an observation that was appended at once. Trajectory starts are implied. Modes ``nodewise`` and
             ``depthwise`` cut segments in front of a row that any trajectory of the microbatch (or of the producer)
             names; without it their nodes are the segments. Modes ``compact`` and ``expanded`` do not use it.
+        sort: returns the sorted step of checked ``tokens`` and ``offsets``: for a caller that needs it as well.
 
     Returns:
         The plan, on the CPU: a function of the arguments only, but for ``stats.seconds``.
@@ -92,7 +94,7 @@ def plan_step(
         raise ValueError(f"replicas is {chosen}; must lie in [0, {dp_degree})")
     cost = PlanCost() if cost is None else cost
 
-    step = SortedStep.from_tokens(tokens, offsets)
+    step = sort(tokens, offsets)
     clock.stop("sort")
     partition, placement = _both_levels(
         step,

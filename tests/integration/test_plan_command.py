@@ -114,6 +114,18 @@ def test_figures_of_several_steps(tmp_path):
     assert found["balance"] == pytest.approx(found["executed_rows"] / slowest, rel=1e-12)
 
 
+def test_a_step_is_sorted_once(tmp_path, step, monkeypatch):
+    sorted_tokens = []
+
+    def counted(tokens, offsets):
+        sorted_tokens.append(tokens.size)
+        return sort_trajectories(tokens, offsets)
+
+    monkeypatch.setattr("harts_titan.tree.sorted_step.sort_trajectories", counted)
+    result = figures(tmp_path, step, *SMALL)
+    assert sorted_tokens == [result["original_tokens"]] and result["l1_gap"] >= 0
+
+
 def test_percentiles_are_pooled():
     counts = dict.fromkeys(ADDED, 10)
     one = counts | {"l1_balance": 1.0, "balance": 0.5, "worst_step_balance": 0.9, "rounds_mean": 2.0}

@@ -11,6 +11,7 @@ from tree_oracle import Trie, compact_size, flat, random_sequences
 
 from harts_titan.ops.logprob import IGNORED_LABEL
 from harts_titan.tree import MODES, StepPlan, plan_step
+from harts_titan.tree.sorted_step import SortedStep
 
 
 def plan_and_validate(sequences, **options):
@@ -256,6 +257,25 @@ def test_refusals(sequences, options, message):
 def test_malformed_batches(tokens, offsets, message):
     with pytest.raises(ValueError, match=message):
         plan_step(tokens, np.array(offsets), capacity=8, chunk_size=4)
+
+
+def test_a_caller_may_sort():
+    tokens, offsets = flat([[1, 2, 3], [1, 2, 4], [5]])
+    kept = []
+
+    def sort(tokens, offsets):
+        kept.append(SortedStep.from_tokens(tokens, offsets))
+        return kept[-1]
+
+    options = {"capacity": 5, "chunk_size": 2}
+    plan = plan_step(tokens, offsets, sort=sort, **options)
+    assert len(kept) == 1 and kept[0].distinct_tokens == 5
+    plan.validate(tokens, offsets)
+    assert plan.slot_N.tolist() == plan_step(tokens, offsets, **options).slot_N.tolist()
+    # What cannot be sorted is refused before.
+    with pytest.raises(ValueError, match="trajectory 1 has 0 tokens"):
+        plan_step(*flat([[1, 2], []]), sort=sort, **options)
+    assert len(kept) == 1
 
 
 def test_no_such_consumer():
