@@ -11,7 +11,7 @@ from harts_titan.job_config import load_config
 from harts_titan.models.common.tree_inputs import packed_sequences
 from harts_titan.ops import backend
 from harts_titan.ops.backend import choose
-from harts_titan.ops.kda import PackedSequences, kda
+from harts_titan.ops.kda import PackedSequences, kda, prepare_kda
 from tests.numerics import kernel_checks as checks
 from tests.numerics.interpreted_run import run_interpreted
 
@@ -153,3 +153,32 @@ def test_on_a_gpu(mode, decay):
     for name, *tensors in zip(("o", *checks.KDA_INPUTS), *results):
         ours, theirs = (checks.relative(t, tensors[2], scales.get(name)) for t in tensors[:2])
         assert ours <= 2 * theirs + torch.finfo(torch.bfloat16).eps, (name, ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("mode", ["nodewise", "depthwise", "expanded"])
+def test_a_prepared_call_never_waits_for_the_device(mode):
+    setting = checks.Setting("cuda", torch.bfloat16, num_heads=2, key_dim=128, value_dim=128)
+    segments = checks.random_segments(np.random.default_rng(7), 64, 12)
+
+    def prepared():
+        sequences = packed_sequences(checks.layout_of(segments, 64, mode), "cuda")
+        prepare_kda(sequences, dtype=torch.bfloat16, backend="fla")
+        return sequences
+
+    def run(sequences):
+        return torch.autograd.grad(kda(*x, sequences, backend="fla")[0].float().sum(), x)
+
+    sequences = prepared()
+    x = checks.kda_inputs(sequences.num_path_rows, setting, "slow", seed=0)[:7]
+    # Compiles the kernels, with tables that the second run does not find.
+    run(sequences)
+    sequences = prepared()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(sequences)
+        run(sequences)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ from harts_titan.ops.assembler import require_sound_ptxas
 from harts_titan.ops.host_tables import to_device
 from harts_titan.ops.kda.sequences import PackedSequences
 
+logger = logging.getLogger(__name__)
+
 REQUIRED_FLA_VERSION = "0.6.0"
 CHUNK_SIZE = 64
 """Rows per chunk of a stock call."""
@@ -38,11 +41,12 @@ CHUNK_SIZE = 64
 os.environ.setdefault("FLA_DISABLE_BACKEND_DISPATCH", "1")
 # Chunk tables of packed calls are found again by the identity of cu_seqlens; the default of 4 holds those of 4 rounds,
 # and a table that has to be built anew waits for the device.
-os.environ.setdefault("FLA_TENSOR_CACHE_SIZE", "64")
+os.environ.setdefault("FLA_TENSOR_CACHE_SIZE", "128")
 _fla_was_imported = "fla" in sys.modules
 
 import fla  # noqa: E402
 import fla.backends  # noqa: E402
+from fla.utils import FLA_TENSOR_CACHE_SIZE  # noqa: E402
 
 if fla.__version__ != REQUIRED_FLA_VERSION:
     raise ImportError(
@@ -52,6 +56,12 @@ if fla.__version__ != REQUIRED_FLA_VERSION:
 if not fla.backends._DISPATCH_DISABLED:
     when = "fla was imported before harts_titan" if _fla_was_imported else "the environment sets it to another value"
     raise ImportError(f"FLA_DISABLE_BACKEND_DISPATCH must be 1 before fla is imported ({when})")
+if FLA_TENSOR_CACHE_SIZE < 128:
+    logger.warning(
+        "fla keeps the tables of %d rounds only, and builds others anew in every layer, which waits for the device; "
+        "import harts_titan.ops.kda.fla_op before fla, or set FLA_TENSOR_CACHE_SIZE=128",
+        FLA_TENSOR_CACHE_SIZE,
+    )
 
 from fla.modules.norm import l2norm as _l2norm  # noqa: E402
 from fla.ops.common import chunk_delta_h as _delta_h  # noqa: E402
