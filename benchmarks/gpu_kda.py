@@ -2,7 +2,6 @@
 
     python benchmarks/gpu_kda.py OUT                                     # one Hopper GPU
     python benchmarks/gpu_kda.py OUT --sections sweep                    # other configurations of each kernel
-    python benchmarks/gpu_kda.py OUT --sections alternatives             # state scans that load early
     python benchmarks/gpu_kda.py --sanitize                              # every kernel once, small
     TRITON_INTERPRET=1 python benchmarks/gpu_kda.py OUT --dry-run        # every line that needs no GPU, tiny sizes
 
@@ -13,12 +12,10 @@ op replaces is timed beside it where ``.carry/proto_kda`` holds it.
 from __future__ import annotations
 
 import functools
-import json
 import os
 import random
 import subprocess
 import sys
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,7 +29,6 @@ if DRY:
     import tests.numerics.triton_interpreter  # noqa: F401
 import numpy as np
 import torch
-from kda_alternatives import ALTERNATIVES, EARLY, PINNED
 from torch import Tensor
 
 from harts_titan.models.common.tree_inputs import packed_sequences
@@ -630,111 +626,6 @@ def sweep() -> Report:
     return report
 
 
-@contextmanager
-def standing_in(name: str, kernel: object, config: Config) -> Iterator[None]:
-    """Launch ``kernel`` with ``config`` wherever ``name`` is launched."""
-    before = getattr(launches, name)
-    setattr(launches, name, kernel)
-    try:
-        with configured(**{name: config}):
-            yield
-    finally:
-        setattr(launches, name, before)
-
-
-def numerics_of(name: str, kernel: object, config: Config) -> Report:
-    """Worst error of outputs, states and row gradients over fla's; bits are asserted."""
-    cases = [(checks.handed_in(C, DEVICE), decay) for decay in (("slow",) if DRY else ("slow", "strong"))]
-    if not DRY:
-        cases.append((kda_checks.sequences_of([700, 330], SETTING), "medium"))
-    try:
-        with standing_in(name, kernel, config):
-            results = []
-            for sequences, decay in cases:
-                with checks.filled_allocations():
-                    results.append(checks.check_kda(sequences, SETTING, decay=decay))
-    except Exception as error:
-        return {"error": repr(error)[:300]}
-    return {k: round(v, 3) for k, v in over_fla(results).items() if k not in ("A_log", "dt_bias")}
-
-
-def alternatives_worker(index: int, count: int, folder: str) -> None:
-    """Fill Triton's cache with every ``count``-th alternative and check its numbers; pinned ones have ``numerics``."""
-    for i in range(index, len(ALTERNATIVES), count):
-        label, name, kernel, config = ALTERNATIVES[i]
-        numbers = {} if label == "pinned" else numerics_of(name, kernel, config)
-        (Path(folder) / f"{i}.json").write_text(json.dumps(numbers))
-
-
-@scans_in_line()
-def alternatives() -> Report:
-    """State scans that load early: errors over fla's, bits against the pinned scans, and time on the tree.
-
-    The last line says whether both together are at least 5 % faster, with the same bits.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        started = [] if DRY else start_workers("--alternatives-worker", folder)
-        sequences, x, do = small_case() if DRY else compact_case()
-        for worker in started:
-            worker.wait()
-        if DRY:
-            alternatives_worker(0, 1, folder)
-        numbers = {int(path.stem): json.loads(path.read_text()) for path in Path(folder).iterdir()}
-
-    def both() -> list[Tensor]:
-        o, exported = kda_triton(*x[:7], sequences, SETTING.lower_bound, *x[7:])
-        weights = (torch.ones_like(o), torch.ones_like(exported)) if DRY else (do, torch.zeros_like(exported))
-        return [o.detach(), exported.detach(), *torch.autograd.grad((o, exported), x, weights)]
-
-    base = both()
-    report: Report = {}
-    for i, (label, name, kernel, config) in enumerate(ALTERNATIVES):
-        entry: Report = {"config": str(config), "over_fla": numbers.get(i, "its process died")}
-        try:
-            entry |= timed_alternative(name, kernel, config, both, base)
-            shown = {k: v for k, v in entry.items() if k not in ("config", "median")}
-            line(f"{name}: {label}", {"median": entry["median"]}, **shown)
-        except Exception as error:
-            entry["error"] = repr(error)[:500]
-            print(f"{name}: {label}", entry, flush=True)
-        report[f"{name}: {label}"] = entry
-    report["scans"] = verdict = scans_verdict(report)
-    print("SCANS", *(f"{key}={int(value)}" for key, value in verdict.items()), flush=True)
-    return report
-
-
-def scans_verdict(report: Report) -> dict[str, bool]:
-    """Are the scans of ``EARLY`` together at least 5 % faster than the pinned ones, and do they give the same bits?"""
-    early = [report[key] for key in EARLY]
-    sound = all(
-        entry.get("bits_equal") and isinstance(entry["over_fla"], dict) and "error" not in entry["over_fla"]
-        for entry in early
-    )
-    times = [[entry.get("median", np.inf) for entry in entries] for entries in (early, [report[key] for key in PINNED])]
-    return {"faster": bool(sum(times[0]) <= 0.95 * sum(times[1]) < np.inf), "bits_equal": bool(sound)}
-
-
-def timed_alternative(
-    name: str, kernel: Any, config: Config, both: Callable[[], list[Tensor]], base: list[Tensor]
-) -> Report:
-    timer = _Timed(kernel)
-    with standing_in(name, kernel if DRY else timer, config):
-        bits_equal = all(torch.equal(a, b) for _ in range(2) for a, b in zip(base, both(), strict=True))
-        if DRY:
-            return {"median": 1.0, "bits_equal": bits_equal}
-        timer.take()
-        runs = []
-        for _ in range(9):
-            both()
-            runs.append(timer.take())
-    compiled = timer.compiled
-    return {
-        "median": sorted(runs)[4],
-        "registers": (compiled.n_regs, compiled.n_spills, compiled.metadata.shared),
-        "bits_equal": bits_equal,
-    }
-
-
 def sanitize() -> None:
     """Every kernel once on small shapes, both chunk sizes; run it under compute-sanitizer."""
     run_small()
@@ -755,15 +646,11 @@ SECTIONS = {
     "precision": precision,
     "limits": limits,
     "sweep": sweep,
-    "alternatives": alternatives,
 }
 
 if __name__ == "__main__":
     if "--compile-worker" in sys.argv:
         compile_worker(*map(int, sys.argv[sys.argv.index("--compile-worker") + 1 :][:2]))
-    elif "--alternatives-worker" in sys.argv:
-        index, count, folder = sys.argv[sys.argv.index("--alternatives-worker") + 1 :][:3]
-        alternatives_worker(int(index), int(count), folder)
     elif "--sanitize" in sys.argv:
         sanitize()
     else:

@@ -55,21 +55,25 @@ def state_scan_forward(
     i_s = tl.load(init_row + i_n).to(tl.int64)
     if i_s >= 0:
         b_s += tl.load(pool + (i_s * H + i_h) * K * V + o_s)
+    i_e = tl.load(export_row + i_b0).to(tl.int64)
     for i_t in range(0, NT):
-        i_e = tl.load(export_row + i_b0 + i_t).to(tl.int64)
+        i_p = (i_c0 + i_t) * H + i_h
+        # Before the first product, not where they are used: a scan would wait for them in every chunk.
+        i_next = tl.load(export_row + i_b0 + i_t + 1).to(tl.int64)
+        b_last = tl.load(g + i_p * BT * K + (BT - 1) * K + o_k)
+        b_u = tl.load(u + i_p * BT * V + o_tv)
         if i_e >= 0:
             # The register state, before rounding: a continuation from it equals the uninterrupted scan bit for bit.
             tl.store(pool + (i_e * H + i_h) * K * V + o_s, b_s)
-        i_p = (i_c0 + i_t) * H + i_h
         b_h = b_s.to(h.dtype.element_ty)
         tl.store(h + i_p * K * V + o_s, b_h)
         b_w = tl.load(w + i_p * BT * K + o_t[:, None] * K + o_k[None, :])
-        b_v = tl.load(u + i_p * BT * V + o_tv) - tl.dot(b_w, b_h)
+        b_v = b_u - tl.dot(b_w, b_h)
         tl.store(v_new + i_p * BT * V + o_tv, b_v.to(v_new.dtype.element_ty))
-        b_s *= tl.math.exp2(tl.load(g + i_p * BT * K + (BT - 1) * K + o_k))[:, None]
+        b_s *= tl.math.exp2(b_last)[:, None]
         b_k = tl.load(kg + i_p * BT * K + o_t[None, :] * K + o_k[:, None])
         b_s = tl.dot(b_k, b_v.to(b_k.dtype), b_s)
-    i_e = tl.load(export_row + i_b0 + NT).to(tl.int64)
+        i_e = i_next
     if i_e >= 0:
         tl.store(pool + (i_e * H + i_h) * K * V + o_s, b_s)
 
@@ -118,24 +122,32 @@ def state_scan_backward(
     i_e = tl.load(export_row + i_b0 + NT).to(tl.int64)
     if i_e >= 0:
         b_ds += tl.load(dpool + (i_e * H + i_h) * K * V + o_s)
+    # Every sequence has a row, so a last chunk.
+    b_in = tl.load(dv + ((i_c0 + NT - 1) * H + i_h) * BT * V + o_tv)
+    i_e = tl.load(export_row + i_b0 + NT - 1).to(tl.int64)
     for i_r in range(0, NT):
         i_t = NT - 1 - i_r
         i_p = (i_c0 + i_t) * H + i_h
+        # Before the first product and a chunk ahead: a scan would wait for them in every chunk.
+        i_next = tl.load(export_row + i_b0 + tl.maximum(i_t - 1, 0)).to(tl.int64)
+        b_next = tl.load(dv + ((i_c0 + tl.maximum(i_t - 1, 0)) * H + i_h) * BT * V + o_tv)
+        b_last = tl.load(g + i_p * BT * K + (BT - 1) * K + o_k)
         b_dh = b_ds.to(dh.dtype.element_ty)
         tl.store(dh + i_p * K * V + o_s, b_dh)
         b_do = tl.load(do + i_p * BT * V + o_tv)
         b_k = tl.load(kg + i_p * BT * K + o_t[:, None] * K + o_k[None, :])
-        b_dv = tl.load(dv + i_p * BT * V + o_tv) + tl.dot(b_k, b_dh)
+        b_dv = b_in + tl.dot(b_k, b_dh)
         b_r = b_dv.to(dv_new.dtype.element_ty)
         tl.store(dv_new + i_p * BT * V + o_tv, b_r)
         b_w = tl.load(w + i_p * BT * K + o_kt)
         b_q = tl.load(qg + i_p * BT * K + o_kt)
-        b_ds *= tl.math.exp2(tl.load(g + i_p * BT * K + (BT - 1) * K + o_k))[:, None]
+        b_ds *= tl.math.exp2(b_last)[:, None]
         b_ds = tl.dot(b_q, b_do, b_ds)
         b_ds -= tl.dot(b_w, b_r)
-        i_e = tl.load(export_row + i_b0 + i_t).to(tl.int64)
+        b_in = b_next
         if i_e >= 0:
             b_ds += tl.load(dpool + (i_e * H + i_h) * K * V + o_s)
+        i_e = i_next
     i_d = tl.load(init_slot + i_n).to(tl.int64)
     if i_d >= 0:
         tl.store(dinit + (i_d * H + i_h) * K * V + o_s, b_ds)
