@@ -331,19 +331,18 @@ def sweep_conv() -> Report:
     y, dx = torch.empty_like(x), torch.empty_like(x)
     kinds = ("agent", "bushy", "one_token")[: 1 if DRY else 3]
     chains: dict[str, ChainTables] = {k: chain_tables(taps_of(parents(k, T)), T, device=DEVICE) for k in kinds}
-    forward = "64 512 4 2 0, 32 512 4 4 1"
-    # Two channels a thread, then four; a group of rows read ahead or none; rows of any chains read at once.
-    backward = "128 128 2 0 72 2 0, 128 128 2 1 96 2 1, 256 128 2 0 72 2 0"
+    forward = "64 512 4 2, 64 512 4 8, 32 512 4 4"
+    backward = "128 128 2 2 96, 128 128 2 4 128, 64 128 2 4 104, 256 128 2 4 104"
     for kind, tables in chains.items():
         report[f"forward {kind}"] = sweep(
             f"conv forward {kind}",
-            [convs.FORWARD, *table("BT BD num_warps ANY LAST_FIRST", forward)],
+            [convs.FORWARD, *table("BT BD num_warps ANY", forward)],
             lambda c, tables=tables: convs.launch_forward(x, weight, tables, y, c),
             2 * size,
         )
         report[f"backward {kind}"] = sweep(
             f"conv backward {kind}",
-            [convs.BACKWARD, *table("BT BD num_warps AHEAD maxnreg ANY LAST_FIRST", backward)],
+            [convs.BACKWARD, *table("BT BD num_warps ANY maxnreg", backward)],
             lambda c, tables=tables: convs.launch_backward(x, weight, tables, dy, dx, c),
             3 * size,
         )

@@ -113,9 +113,7 @@ def conv_backward(
     BT: tl.constexpr,
     BD: tl.constexpr,
     U: tl.constexpr,
-    AHEAD: tl.constexpr,
-    ANY: tl.constexpr = 4,
-    LAST_FIRST: tl.constexpr = 0,
+    ANY: tl.constexpr,
 ):
     """Gradient of the inputs, and each row block's share (W, D) of the weight gradient.
 
@@ -124,9 +122,8 @@ def conv_backward(
     two minus it if they go anywhere; -1 for any other group.
     """
     ND: tl.constexpr = (D + BD - 1) // BD
-    pid = tl.program_id(0)
-    if LAST_FIRST:
-        pid = tl.num_programs(0) - 1 - pid
+    # The last rows first: they are the deepest, and short segments take longest.
+    pid = tl.num_programs(0) - 1 - tl.program_id(0)
     i_n = (pid // ND).to(tl.int64)
     i_b = i_n * BT
     i_e = tl.minimum(i_b + BT, T)
@@ -151,28 +148,21 @@ def conv_backward(
     NG = tl.cdiv(i_e - i_b, U).to(tl.int32)
     i_last = (T + U - 1) // U
     i_next = tl.load(base + i_b // U).to(tl.int64)
-    if AHEAD:
-        i_after = tl.load(base + tl.minimum(i_b // U + 1, i_last)).to(tl.int64)
-        nx = _rows(x, _first(i_next), x_stride, o_d, m_d & (i_next != -1), True, U)
-        ng = _rows(dy, i_b, D, o_d, m_d & (i_next != -1), True, U)
+    i_after = tl.load(base + tl.minimum(i_b // U + 1, i_last)).to(tl.int64)
+    nx = _rows(x, _first(i_next), x_stride, o_d, m_d & (i_next != -1), True, U)
+    ng = _rows(dy, i_b, D, o_d, m_d & (i_next != -1), True, U)
     for i_g in range(0, NG):
         i_t = i_b + i_g * U
         i_x = i_next
-        if AHEAD:
-            # A group ahead, of the rows after the block only those that are computed again.
-            i_next = i_after
-            i_after = tl.load(base + tl.minimum(i_t // U + 2, i_last)).to(tl.int64)
-            xs = nx
-            gs = ng
-            nx = _rows(x, _first(i_next), x_stride, o_d, m_d & (i_next != -1), i_g + 1 < NG, U)
-            ng = _rows(dy, i_t + U, D, o_d, m_d & (i_next != -1), i_g + 1 < NG, U)
-        else:
-            i_next = tl.load(base + i_t // U + 1).to(tl.int64)
+        # A group ahead, of the rows after the block only those that are computed again.
+        i_next = i_after
+        i_after = tl.load(base + tl.minimum(i_t // U + 2, i_last)).to(tl.int64)
+        xs = nx
+        gs = ng
+        nx = _rows(x, _first(i_next), x_stride, o_d, m_d & (i_next != -1), i_g + 1 < NG, U)
+        ng = _rows(dy, i_t + U, D, o_d, m_d & (i_next != -1), i_g + 1 < NG, U)
         if i_x >= 0:
             p_d = dx + (i_x - 3) * D + o_d
-            if AHEAD == 0:
-                xs = _rows(x, i_x, x_stride, o_d, m_d, True, U)
-                gs = _rows(dy, i_t, D, o_d, m_d, True, U)
             for u in tl.static_range(U):
                 x3 = xs[u].to(tl.float32)
                 done, d0, d1, d2, dw0, dw1, dw2, dw3 = _row(
@@ -187,9 +177,6 @@ def conv_backward(
                     tl.store(p_d + u * D, done.to(dx.dtype.element_ty), mask=m_d)
         elif i_x < -1:
             goals = _load_goals(target, i_t, i_e, U)
-            if AHEAD == 0:
-                xs = _rows(x, -2 - i_x, x_stride, o_d, m_d, True, U)
-                gs = _rows(dy, i_t, D, o_d, m_d, True, U)
             for u in tl.static_range(U):
                 x3 = xs[u].to(tl.float32)
                 done, d0, d1, d2, dw0, dw1, dw2, dw3 = _row(
@@ -240,15 +227,9 @@ def conv_backward(
     # The rows after the block that read its last rows.
     if i_next >= 0:
         p_d = dx + (i_next - 3) * D + o_d
-        if AHEAD:
-            xs = nx
-            gs = ng
-        else:
-            xs = _rows(x, i_next, x_stride, o_d, m_d, True, 3)
-            gs = _rows(dy, i_e, D, o_d, m_d, True, 3)
         for u in tl.static_range(3):
-            x3 = xs[u].to(tl.float32)
-            g = _silu_gradient(tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), gs[u].to(tl.float32))
+            x3 = nx[u].to(tl.float32)
+            g = _silu_gradient(tap_sum(x0, x1, x2, x3, w0, w1, w2, w3), ng[u].to(tl.float32))
             d0 = tl.fma(g, w0, d0)
             tl.store(p_d + u * D, d0.to(dx.dtype.element_ty), mask=m_d & (i_e + u - 3 >= i_own))
             d0 = tl.fma(g, w1, d1)

@@ -116,14 +116,11 @@ def conv_forward(
     BT: tl.constexpr,
     BD: tl.constexpr,
     U: tl.constexpr,
-    ANY: tl.constexpr = 4,
-    LAST_FIRST: tl.constexpr = 0,
+    ANY: tl.constexpr,
 ):
     """``y[t] = silu(sum_j x[tap[t, j]] * weight[:, j])``; ``base`` is the first path row of a plain group, else -1."""
     ND: tl.constexpr = (D + BD - 1) // BD
     pid = tl.program_id(0)
-    if LAST_FIRST:
-        pid = tl.num_programs(0) - 1 - pid
     i_b = (pid // ND).to(tl.int64) * BT
     i_e = tl.minimum(i_b + BT, T)
     o_d, m_d = channels(pid % ND, D, BD)
