@@ -59,6 +59,9 @@ def check_plan(plan: StepPlan, tokens: np.ndarray, offsets: np.ndarray, node_sta
     tokens, offsets = np.asarray(tokens), np.asarray(offsets, dtype=np.int64)
     if plan.mode not in ("nodewise", "depthwise"):
         node_start = None
+    elif node_start is not None:
+        # Unsigned positions less int64 offsets would be floats.
+        node_start = np.asarray(node_start, dtype=np.int64)
     _check_placement(plan, np.diff(offsets))
     work = _count_work(plan, tokens, offsets)
     _check_work(plan, work)

@@ -178,6 +178,24 @@ def test_other_nodes_than_the_plans_are_refused(mode, windows):
 
 
 @pytest.mark.parametrize("mode", RESTARTING)
+@pytest.mark.parametrize("dtype", [np.uint64, np.uint8, np.int16, list])
+def test_positions_of_any_integer_type_are_proven(mode, dtype):
+    """What plan_step takes, validate takes: unsigned positions less int64 offsets are floats to NumPy."""
+    trunk = list(range(30))
+    tokens, offsets = flat([[*trunk, 40 + n, 60, 61, 62, 63] for n in range(6)])
+    named = np.append(offsets[:-1] + 7, offsets[-2] + 32)
+    given = named.tolist() if dtype is list else named.astype(dtype)
+    options = {"capacity": 45, "chunk_size": 4, "mode": mode, "windows": True, "max_window_slots": 0}
+    plan = plan_step(tokens, offsets, node_start=given, **options)
+    expected = plan_step(tokens, offsets, node_start=named, **options)
+    assert plan.stats.num_producers > 0
+    assert all(np.array_equal(array, plan.items[name]) for name, array in expected.items.items())
+    plan.validate(tokens, offsets, given)
+    with pytest.raises(ValueError, match="invariant 'segments are the maximal fork-free paths' violated"):
+        plan.validate(tokens, offsets, given[:-1])
+
+
+@pytest.mark.parametrize("mode", RESTARTING)
 def test_rows_alone_are_proven(mode):
     tokens, offsets = flat([[1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8, 9]])
     plan = plan_step(tokens, offsets, capacity=20, chunk_size=2, mode=mode, node_start=np.array([2, 8, 11]))
