@@ -120,8 +120,8 @@ def build_parser() -> argparse.ArgumentParser:
         "input",
         nargs="+",
         metavar="INPUT",
-        help="rollout file (parquet, JSONL, path format), or .npz with flat int32 'tokens' and int64 'offsets' (N+1); "
-        "several files are several steps",
+        help="rollout file (parquet, JSONL, path format), or .npz with flat int32 'tokens' and int64 'offsets' (N+1), "
+        "optionally int64 'node_start'; several files are several steps",
     )
     parser.add_argument("--dp", type=int, default=1, metavar="D", help="data-parallel replicas (default 1)")
     parser.add_argument(
