@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-import traceback
 
 import numpy as np
 import torch
@@ -16,6 +13,7 @@ import tests.numerics.triton_interpreter  # noqa: F401
 from harts_titan.models.common.tree_inputs import tree_mask
 from harts_titan.ops.attention import TreeMask, triton_op
 from harts_titan.ops.attention.triton_op import Launch, prepare_tables, tree_attention_triton
+from tests.numerics.interpreted_run import run_cases
 
 HALF = checks.Setting("cpu", torch.float16, num_heads=2, key_dim=48, value_dim=32, chunk_size=16)
 SINGLE = checks.Setting("cpu", torch.float32, num_heads=1, key_dim=16, value_dim=32, chunk_size=16)
@@ -198,22 +196,5 @@ CASES = (
 )
 
 
-def main() -> None:
-    report = {}
-    names = sys.argv[2:]
-    torch.set_num_threads(1)
-    for case in CASES:
-        if names and case.__name__ not in names:
-            continue
-        begin = time.perf_counter()
-        try:
-            report[case.__name__] = {"result": case()}
-        except Exception:
-            report[case.__name__] = {"error": traceback.format_exc()}
-        report[case.__name__]["seconds"] = round(time.perf_counter() - begin, 1)
-    with open(sys.argv[1], "w") as file:
-        json.dump(report, file, indent=1, default=str)
-
-
 if __name__ == "__main__":
-    main()
+    run_cases(CASES, sys.argv[1], sys.argv[2:])

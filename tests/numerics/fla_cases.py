@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-import traceback
 
 import torch
 
@@ -15,6 +12,7 @@ from harts_titan.models.common.tree_inputs import TreeInputs, packed_sequences
 from harts_titan.models.common.tree_ops import linear_attention
 from harts_titan.ops import OpsBackends
 from harts_titan.ops.kda import PackedSequences, fla_op, kda, prepare_kda
+from tests.numerics.interpreted_run import run_cases
 
 SETTING = checks.Setting("cpu", torch.float32, num_heads=2, key_dim=16, value_dim=32, chunk_size=64)
 # Two roots; nodes of one token, ending inside and at a chunk's end, longer than a chunk, three deep.
@@ -185,21 +183,5 @@ CASES = (
 )
 
 
-def main(path: str, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    report = {}
-    for case in CASES:
-        if names and case.__name__ not in names:
-            continue
-        begin = time.perf_counter()
-        try:
-            report[case.__name__] = {"result": case()}
-        except Exception:
-            report[case.__name__] = {"error": traceback.format_exc()}
-        report[case.__name__]["seconds"] = time.perf_counter() - begin
-    with open(path, "w", encoding="utf-8") as out:
-        json.dump(report, out, indent=1)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    run_cases(CASES, sys.argv[1], sys.argv[2:])

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-import traceback
 
 import numpy as np
 import torch
@@ -20,6 +17,7 @@ from harts_titan.ops.short_conv import ConvTaps, prepare_short_conv, tree_short_
 from harts_titan.ops.short_conv.taps import chain_tables
 from harts_titan.ops.short_conv.triton_op import tree_short_conv_triton
 from tests.numerics import kda_checks
+from tests.numerics.interpreted_run import run_cases
 
 # Forks inside a chunk, at a chunk boundary and three deep; two rounds, replay rows, one exported state shared by two.
 TREE = [(-1, 38), (0, 15), (0, 26), (2, 5), (2, 10), (1, 3)]
@@ -265,21 +263,5 @@ CASES = (
 )
 
 
-def main(path: str, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    report = {}
-    for case in CASES:
-        if names and case.__name__ not in names:
-            continue
-        begin = time.perf_counter()
-        try:
-            report[case.__name__] = {"result": case()}
-        except Exception:
-            report[case.__name__] = {"error": traceback.format_exc()}
-        report[case.__name__]["seconds"] = time.perf_counter() - begin
-        with open(path, "w", encoding="utf-8") as out:
-            json.dump(report, out, indent=1)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    run_cases(CASES, sys.argv[1], sys.argv[2:])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
 
 import numpy as np
 import torch
@@ -18,6 +16,7 @@ from harts_titan.ops.rope import triton_op as ropes
 from harts_titan.ops.short_conv import triton_op as convs
 from harts_titan.ops.short_conv.taps import chain_tables
 from tests.numerics.elementwise_checks import EPS, TREES, Numerics, parents, taps_of
+from tests.numerics.interpreted_run import run_cases
 
 
 def conv() -> dict[str, object]:
@@ -145,20 +144,5 @@ def compiled_without_breaks() -> dict[str, object]:
 CASES = (conv, conv_chain_ends, conv_shared_rows, norm_and_gates, rotary, well_formed, compiled_without_breaks)
 
 
-def main(path: str, names: list[str]) -> None:
-    torch.set_num_threads(1)
-    report = {}
-    for case in CASES:
-        if names and case.__name__ not in names:
-            continue
-        torch.manual_seed(0)
-        try:
-            report[case.__name__] = {"result": case()}
-        except Exception:
-            report[case.__name__] = {"error": traceback.format_exc()}
-    with open(path, "w") as file:
-        json.dump(report, file)
-
-
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2:])
+    run_cases(CASES, sys.argv[1], sys.argv[2:])

@@ -6,7 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -18,7 +24,7 @@ def run_interpreted(module: str, path: Path) -> set[str]:
     autotuner's benchmark need a device; float16 and pinned configurations do not.
 
     Args:
-        module: with a ``main`` that writes ``{case: {"error": traceback}}``, without the key where a case passed.
+        module: run as a program, it writes ``{case: {"error": traceback}}``, without the key where a case passed.
         path: where it writes that.
 
     Raises:
@@ -32,3 +38,26 @@ def run_interpreted(module: str, path: Path) -> set[str]:
     errors = [f"{case}: {result['error']}" for case, result in report.items() if "error" in result]
     assert not errors, "\n".join(errors)
     return set(report)
+
+
+def run_cases(cases: Iterable[Callable[[], Any]], path: str, names: list[str]) -> None:
+    """Run the cases of a module, on one thread, and write what they return; its half of :func:`run_interpreted`.
+
+    Args:
+        cases: functions that raise where something is wrong, and return figures for a reader.
+        path: the report; it is there after every case, so that a process which is stopped leaves what it had.
+        names: cases to run; none: all.
+    """
+    torch.set_num_threads(1)
+    report: dict[str, dict[str, Any]] = {}
+    for case in cases:
+        if names and case.__name__ not in names:
+            continue
+        torch.manual_seed(0)
+        begin = time.perf_counter()
+        try:
+            report[case.__name__] = {"result": case()}
+        except Exception:
+            report[case.__name__] = {"error": traceback.format_exc()}
+        report[case.__name__]["seconds"] = round(time.perf_counter() - begin, 1)
+        Path(path).write_text(json.dumps(report, indent=1, default=str), encoding="utf-8")
