@@ -5,7 +5,7 @@
     python benchmarks/gpu_kda.py --sanitize                              # every kernel once, small
     TRITON_INTERPRET=1 python benchmarks/gpu_kda.py OUT --dry-run        # every line that needs no GPU, tiny sizes
 
-fla's kernels run one pinned configuration each (``tests/numerics/fla_pinned.py``). The phase-split prototype that the
+fla's kernels run one pinned configuration each (``harts_titan/ops/kda/fla_op.py``). The phase-split prototype that the
 op replaces is timed beside it where ``.carry/proto_kda`` holds it.
 """
 

@@ -32,7 +32,8 @@ def title(name: str, result: Report, command: str) -> str:
             f"{ceilings['gemm_flops_per_second'] / 1e12:.0f} and grouped GEMM "
             f"{ceilings['grouped_gemm_flops_per_second'] / 1e12:.0f} TFLOP/s"
         )
-    return f"`harts-bench {command} {arguments}`\n(`benchmarks/results/{name}`): {'; '.join(facts)}.\n"
+    note = f"Note: {result['note']}.\n" if "note" in result else ""
+    return f"`harts-bench {command} {arguments}`\n(`benchmarks/results/{name}`): {'; '.join(facts)}.\n{note}"
 
 
 def update_tables(result: Report) -> str:

@@ -65,7 +65,7 @@ def kda_tables(found: Report) -> list[str]:
 
 def kda_errors(numerics: Report) -> list[str]:
     """Say how large errors against float64 are over those of fla, in the worst case of each output and gradient."""
-    if summed := numerics.get("worst ratio over fla"):
+    if summed := numerics.get("over_fla", numerics.get("worst ratio over fla")):
         worst = {name: (ratio, "") for name, ratio in summed.items()}
     else:
         cases = {case: one for case, one in numerics.items() if isinstance(one, dict) and "worst" in one}
@@ -196,7 +196,7 @@ def sanitize_tables(found: Report) -> list[str]:
         seen = [
             f"{tool}: {one['named']}; with other kernels named: {one['others named']}" for tool, one in control.items()
         ]
-        texts.append(f"A kernel with planted faults, in the same call. {'. '.join(seen)}.\n")
+        texts.append(f"A kernel with planted faults: {'. '.join(seen)}.\n")
     runs = [one for one in found.values() if "summary" in one]
     rows = [
         [f"`{one['tool']}`", one["summary"], str(one["kernels"]), str(one["launches"]), number(one["seconds"])]

@@ -46,17 +46,33 @@ def ratio(ratios: Report, key: str) -> str:
 
 
 def update_lines(result: Report) -> list[Line]:
-    compact = result["modes"].get("compact")
-    if compact is None or "hardware_utilisation" not in compact:
-        return []
+    """Mode ``compact``, then the modes of a call a node or a depth where the workload says where nodes begin."""
+    modes, workload = result["modes"], result["workload"]
     layers = result["model"].get("layers")
-    source = PurePath(result["workload"]["source"]).stem
+    source = PurePath(workload["source"]).stem
     what = f"whole update, {f'{layers} layers' if layers else result['model']['flavor']}, {source}"
-    tokens = f"{compact['original_tokens_per_second']:,.0f} original tokens/s"
-    ratios = result["ratios"]
-    speed = f"{compact['hardware_utilisation']:.0%} of the GEMM"
-    speedup, *others = (ratio(ratios, key) for key in RATIOS)
-    return [[what, f"**{speedup}**", *others, tokens, speed]]
+    fla = ", KDA core of fla" if result.get("ops", {}).get("kda") == "fla" else ""
+    lines = []
+    for mode in ("compact", *(("nodewise", "depthwise") if workload.get("nodes") else ())):
+        one = modes.get(mode)
+        if one is None or "hardware_utilisation" not in one:
+            continue
+        if mode == "compact":
+            speedup, *others = (ratio(result["ratios"], key) for key in RATIOS)
+            gains = [f"**{speedup}**", *others]
+        else:
+            gains = gain_over(modes["expanded"], one) if "expanded" in modes else [*NO_RATIOS]
+        tokens = f"{one['original_tokens_per_second']:,.0f} original tokens/s"
+        name = what if mode == "compact" else f"{what}, `{mode}`{fla}"
+        lines.append([name, *gains, tokens, f"{one['hardware_utilisation']:.0%} of the GEMM"])
+    return lines
+
+
+def gain_over(expanded: Report, one: Report) -> Line:
+    """Speed-up of a mode over ``expanded``, ratio of their operations, and the one over the other."""
+    speedup = expanded["seconds_median"] / one["seconds_median"]
+    flops = expanded["flops"]["executed"] / one["flops"]["executed"]
+    return [f"{value:.2f}" for value in (speedup, flops, speedup / flops)]
 
 
 def layer_lines(result: Report) -> list[Line]:
@@ -76,9 +92,16 @@ def kda_lines(found: Report) -> list[Line]:
     timing = found.get("timing", {})
     if not {"own compact", "fla expanded", "token_ratio"} <= set(timing):
         return []
-    own, theirs = (timing[name]["forward_backward"]["median"] for name in ("own compact", "fla expanded"))
-    what = "KDA core, forward and backward; expanded is fla-core's kernels"
-    return [[what, f"{theirs / own:.2f}", f"{timing['token_ratio']:.2f} (tokens)", "-", f"{number(own)} ms", "-"]]
+    own = timing["own compact"]["forward_backward"]["median"]
+    tokens, speed = f"{timing['token_ratio']:.2f} (tokens)", f"{number(own)} ms"
+    runs = {"fla expanded": "fla-core's kernels", "own expanded": "these kernels"}
+    lines = []
+    for run, whose in runs.items():
+        if run in timing:
+            gain = timing[run]["forward_backward"]["median"] / own
+            what = f"KDA core, forward and backward; expanded is {whose}"
+            lines.append([what, f"{gain:.2f}", tokens, f"{gain / timing['token_ratio']:.2f}", speed, "-"])
+    return lines
 
 
 def attention_lines(found: Report) -> list[Line]:

@@ -21,7 +21,7 @@ import harts_titan.ops
 _PATTERNS = (
     ("optimizer", r"adam|multi_tensor|foreach"),
     ("attention", r"flash|fmha|flex|attention|attn"),
-    ("kda", r"kda|l2norm|recompute_w_u|chunk_(fwd|bwd|gated|local|scaled)|cumsum|delta"),
+    ("kda", r"kda|l2norm|recompute_w_u|chunk_(fwd|bwd|gated|local|scaled)|cumsum|delta|beta_sigmoid"),
     ("short_conv", r"conv"),
     ("grouped_gemm", r"grouped|groupproblem|group_gemm|moe_gemm"),
     ("gemm", r"gemm|nvjet|cublas|cutlass|xmma|matmul|aten::(mm|bmm|addmm|baddbmm|linear)"),

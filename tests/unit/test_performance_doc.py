@@ -40,6 +40,7 @@ MODE = TIMES | SPEED | {"original_tokens_per_second": 120400.0, "rows_executed":
 PASS = TIMES | SPEED | {"breakdown": BREAKDOWN, "elementwise": {"gb_per_second": 3100.0, "share_of_copy": 0.74}}
 UPDATE = COMMON | {
     "command": "update",
+    "note": "commit 0123456, entered by hand",
     "model": {"layers": 24},
     "modes": {"compact": MODE | {"breakdown": BREAKDOWN}},
     "ratios": RATIOS,
@@ -83,6 +84,7 @@ def test_tables_are_made_and_prose_is_kept(results):
     assert "copy 4.20 TB/s, GEMM 790 and grouped GEMM 680 TFLOP/s" in text
     assert "triton 3.6" in text and "flash-attn-4" not in text
     assert "12 trajectories, 361,200 original tokens, 111 nodes;" in text
+    assert text.count(" TFLOP/s.\nNote: commit 0123456, entered by hand.\n") == 1 == text.count("Note: ")
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     assert ["`compact`", "3.000 (2.900 to 3.250)", "120,400", "65,096", "3", "4.0", "333", "42.1%", "90.0"] in rows
     assert ["compact/expanded", "4.90", "5.00", "0.98"] in rows
@@ -96,18 +98,27 @@ def test_tables_are_made_and_prose_is_kept(results):
 def test_figures_in_prose_are_those_of_a_result():
     """What is written by hand beside the tables: ratios of updates, and how long other ways to run KDA take."""
     prose = re.sub(r"<!-- (tables|short) .*?<!-- end -->", "", make.DOCUMENT.read_text(), flags=re.DOTALL)
+    prose = " ".join(prose.split())
     results = [json.loads(file.read_text()) for file in make.RESULTS.glob("bench_update_*.json")]
     known = {(name, f"{ratio:.2f}") for one in results for name, ratio in one["ratios"]["speedup"].items()}
-    quoted = set(re.findall(r"(compact/\w+)\s+(\d+\.\d+)", prose))
+    quoted = set(re.findall(r"(compact/\w+) (\d+\.\d+)", prose))
     assert quoted <= known, f"no result has {sorted(quoted - known)}"
     timing = json.loads((make.RESULTS / "kda_h200_2026_11_30.json").read_text())["sections"]["timing"]["result"]
     own = timing["own compact"]["forward_backward"]["median"]
     for pattern, run, digits in (
-        (r"takes\s+(\d+) times as\s+long", "node-wise", 0),
-        (r"one per depth (\S+) times", "depth-wise", 1),
+        (r"one call per node the KDA core takes (\S+) times as long", "node-wise", 1),
+        (r"one per depth (\S+) times", "depth-wise", 2),
+        (r"own kernels node by node take (\S+) times as long", "own node-wise", 2),
+        (r"own kernels depth by depth (\S+) times", "own depth-wise", 2),
     ):
-        for figure in re.findall(pattern, prose):
-            assert figure == f"{timing[run]['forward_backward']['median'] / own:.{digits}f}", (run, figure)
+        figures = re.findall(pattern, prose)
+        assert figures == [f"{timing[run]['forward_backward']['median'] / own:.{digits}f}"], (run, figures)
+    update, stock = (
+        json.loads((make.RESULTS / f"bench_update_tiny_treestep{name}.json").read_text()) for name in ("", "_fla")
+    )
+    compact, nodewise = update["modes"]["compact"]["seconds_median"], stock["modes"]["nodewise"]["seconds_median"]
+    figures = re.findall(r"(\d+\.\d+) times the time of `compact`", prose)
+    assert figures and set(figures) == {f"{nodewise / compact:.2f}"}
 
 
 def test_the_headline_is_that_of_a_result():
@@ -121,6 +132,8 @@ def test_the_headline_is_that_of_a_result():
     for file in make.RESULTS.glob("bench_update_*.json"):
         result = json.loads(file.read_text())
         workload, ratios = result["workload"], result["ratios"]
+        if not {"compact", "expanded"} <= set(result["modes"]):
+            continue
         compact, expanded = (result["modes"][mode] for mode in ("compact", "expanded"))
         counts = (workload["original_tokens"], compact["rows_executed"])
         seconds = (f"{one['seconds_median']:.2f}" for one in (compact, expanded))
@@ -249,6 +262,7 @@ def test_scripts_show_their_ops_and_what_failed(part):
 
 def test_errors_of_kda_summed_up():
     assert kda_errors({"worst ratio over fla": {"o": 0.99, "q": 1.05}})[0].endswith("1.05 (`q`).")
+    assert kda_errors({"over_fla": {"o": 0.99, "b": 1.01}})[0].endswith("1.01 (`b`).")
     assert kda_errors({}) == []
 
 
@@ -299,6 +313,15 @@ def test_in_short_has_a_line_for_each_result():
         **{part: script(part) for part in ("attention", "head", "moe")},
         "elementwise.json": {"sections": {"ops": {"result": elementwise["ops"]}}},
     }
+    nodewise = MODE | {"seconds_median": 3.25, "flops": FLOPS | {"executed": 5e15}}
+    expanded = MODE | {"seconds_median": 13.0, "flops": FLOPS | {"executed": 20e15}}
+    for name, modes in (("own", {"nodewise": nodewise, "expanded": expanded}), ("fla", {"nodewise": nodewise})):
+        files[f"bench_{name}.json"] = UPDATE | {"modes": modes, "ops": {"kda": name}, "arguments": [name]}
+    # Where the workload does not say where nodes begin, these modes ran something else.
+    files["bench_old.json"] = files["bench_own.json"] | {
+        "workload": COMMON["workload"] | {"nodes": None},
+        "arguments": ["old"],
+    }
     text = short(files)
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
     assert rows[0] == [
@@ -306,11 +329,21 @@ def test_in_short_has_a_line_for_each_result():
         *("**4.90**", "5.00", "0.98", "120,400 original tokens/s", "42% of the GEMM"),
     ]
     assert rows[1][1:] == ["5.20", "5.00", "0.98", "333 TFLOP/s", "42% of the GEMM; elementwise 74% of a copy"]
-    assert rows[2][1:] == ["6.00", "4.18 (tokens)", "-", "2.0 ms", "-"]
-    assert rows[3][4:] == ["512 to 512; 512 to 512 TFLOP/s", "109% to 109%; 99% to 99% of the expanded run's TFLOP/s"]
-    assert rows[4][4:] == ["512 TFLOP/s; memory 8% of float32 logits", "85% of the speed of its bare products"]
-    assert rows[5][4:] == ["512 TFLOP/s", "66% of the dense GEMM"]
-    assert rows[6][5] == "median 74% of a copy, lowest 26% (conv, backward)" and len(rows) == 7
+    assert rows[2][1:] == ["6.00", "4.18 (tokens)", "1.43", "2.0 ms", "-"]
+    assert rows[3] == [
+        "KDA core, forward and backward; expanded is these kernels",
+        *("1.00", "4.18 (tokens)", "0.24", "2.0 ms", "-"),
+    ]
+    assert rows[4][4:] == ["512 to 512; 512 to 512 TFLOP/s", "109% to 109%; 99% to 99% of the expanded run's TFLOP/s"]
+    assert rows[5][4:] == ["512 TFLOP/s; memory 8% of float32 logits", "85% of the speed of its bare products"]
+    assert rows[6][4:] == ["512 TFLOP/s", "66% of the dense GEMM"]
+    assert rows[7][5] == "median 74% of a copy, lowest 26% (conv, backward)"
+    speeds = ["120,400 original tokens/s", "42% of the GEMM"]
+    whole = "whole update, 24 layers, treestep_65536, `nodewise`"
+    assert rows[8:] == [
+        [whole, "4.00", "4.00", "1.00", *speeds],
+        [f"{whole}, KDA core of fla", "-", "-", "-", *speeds],
+    ]
     command = "train_configs/ling_tiny_gpu.toml --tree benchmarks/data/treestep_65536.npz`"
     assert f"- `harts-bench update {command} (`benchmarks/results/bench_update.json`)" in text
     assert f"- `harts-bench layer {command} (`benchmarks/results/bench_layer.json`)" in text
