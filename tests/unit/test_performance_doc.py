@@ -121,6 +121,29 @@ def test_figures_in_prose_are_those_of_a_result():
     assert figures and set(figures) == {f"{nodewise / compact:.2f}"}
 
 
+def test_the_table_of_the_kda_op_is_that_of_its_result():
+    """harts_titan/ops/kda/README.md; a run with rows gathered outside and inside has both figures in a cell."""
+    text = (ROOT / "harts_titan" / "ops" / "kda" / "README.md").read_text().partition("### Measured")[2]
+    timing = json.loads((make.RESULTS / "kda_h200_2026_11_30.json").read_text())["sections"]["timing"]["result"]
+    runs = {
+        "own compact": ["own compact"],
+        "own compact, scans in line with the other kernels": ["own compact, one stream"],
+        "own expanded": ["own expanded"],
+        "own, one call a depth": ["own depth-wise"],
+        "own, one call a node": ["own node-wise"],
+        "fla expanded (rows gathered outside, inside)": ["fla expanded", "fla expanded, gathered"],
+        "fla, one call a depth": ["depth-wise"],
+        "fla, one call a node": ["node-wise"],
+    }
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")][2:]
+    assert [row[0] for row in rows] == list(runs)
+    own = timing["own compact"]["forward_backward"]["median"]
+    for name, *cells in rows:
+        passes = [[timing[run][part]["median"] for run in runs[name]] for part in ("forward", "forward_backward")]
+        for cell, values in zip(cells, [*passes, [value / own for value in passes[1]]], strict=True):
+            assert [float(one) for one in cell.split(", ")] == [float(f"{value:.3g}") for value in values], name
+
+
 def test_the_headline_is_that_of_a_result():
     text = " ".join((ROOT / "README.md").read_text().split())
     pattern = (
