@@ -389,10 +389,10 @@ def floors(rows: int, width: int) -> Report:
 
 
 SMALL_FORWARD = "4096 2 0, 4096 2 1, 4096 4 0, 4096 4 1, 2048 2 1, 1024 1 1, 2048 1 1, 8192 4 1"
-# Elements of a tile, rows of a program, warps, tiles on their way; then the alternatives of ``norm_backward``.
+# Elements of a tile, rows of a program, warps, tiles on their way, whether the final sum is launched early.
 SMALL_NORMS = (
-    "2048 128 4 3 0 0, 1024 128 2 4 0 0, 2048 256 4 4 0 1, 2048 256 4 7 0 1, 2048 256 4 7 1 1, 1024 128 2 4 1 1,"
-    "1024 256 2 8 0 1, 1024 128 1 4 0 1, 512 128 1 7 0 1, 512 64 1 5 0 1, 1024 256 4 8 0 1"
+    "2048 128 4 3 0, 1024 128 2 4 0, 2048 256 4 4 1, 2048 256 4 7 1, 1024 256 2 8 1, 1024 128 1 4 1, 512 128 1 7 1,"
+    "512 64 1 5 1, 1024 256 4 8 1"
 )
 REGISTERS = "1024 128 1, 512 128 1, 512 64 1, 1024 128 2, 2048 128 4, 2048 256 4, 512 32 1"
 
@@ -411,16 +411,12 @@ def sweep_norm() -> Report:
             report[f"{name} floors"] = floors(rows, width)
         report[f"{name} forward"] = sweep(
             f"{name} forward",
-            table(
-                "TILE num_warps ONCE", "4096 2 0, 4096 2 1, 4096 4 0, 4096 4 1, 2048 2 1, 1024 1 1, 2048 1 1, 8192 4 1"
-            )
-            if small
-            else table("TILE num_warps ONCE", "2048 4 0, 2048 4 1, 4096 2 0, 4096 2 1"),
+            table("TILE num_warps", "4096 2, 4096 4, 2048 2, 1024 1, 2048 1, 8192 4" if small else "2048 4, 4096 2"),
             lambda c, x=x, gate=gate, weight=weight, y=y: norms.launch_forward(x, gate, weight, y, EPS, c),
             (3 if gated else 2) * size,
         )
-        names = "TILE BT num_warps STAGES SPREAD EARLY"
-        more = "2048 512 8 3 0 0, 2048 1024 8 4 0 1" if gated else "2048 64 4 3 0 0, 2048 64 4 4 0 1, 2048 256 4 4 1 1"
+        names = "TILE BT num_warps STAGES EARLY"
+        more = "2048 512 8 3 0, 2048 1024 8 4 1" if gated else "2048 64 4 3 0, 2048 64 4 4 1, 2048 256 4 4 1"
         configs = [norms.backward_config(width, gated), *table(names, SMALL_NORMS if small else more)]
         report[f"{name} backward"] = sweep(
             f"{name} backward",

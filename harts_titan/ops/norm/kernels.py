@@ -23,20 +23,16 @@ def norm_forward(
     GATED: tl.constexpr,
     BR: tl.constexpr,
     BD: tl.constexpr,
-    ONCE: tl.constexpr = 0,
 ):
     """``y = x * rsqrt(mean(x^2) + eps) * weight [* sigmoid(gate)]`` for ``N`` rows of ``D``."""
-    P: tl.constexpr = "evict_first" if ONCE else ""
     o_r = tl.program_id(0).to(tl.int64) * BR + tl.arange(0, BR)
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     m = (o_r < N)[:, None] & m_d[None, :]
-    b_x = tl.load(x + o_r[:, None] * x_stride + o_d[None, :], mask=m, other=0.0, eviction_policy=P).to(tl.float32)
+    b_x = tl.load(x + o_r[:, None] * x_stride + o_d[None, :], mask=m, other=0.0).to(tl.float32)
     b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     if GATED:
-        b_g = tl.load(gate + o_r[:, None] * gate_stride + o_d[None, :], mask=m, other=0.0, eviction_policy=P).to(
-            tl.float32
-        )
+        b_g = tl.load(gate + o_r[:, None] * gate_stride + o_d[None, :], mask=m, other=0.0).to(tl.float32)
     b_s = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)
     b_y = b_x * b_s[:, None] * b_w[None, :]
     if GATED:
@@ -63,37 +59,28 @@ def norm_backward(
     BR: tl.constexpr,
     BD: tl.constexpr,
     STAGES: tl.constexpr,
-    SPREAD: tl.constexpr = 0,
-    ONCE: tl.constexpr = 0,
     EARLY: tl.constexpr = 0,
 ):
     """Gradients of ``BT`` rows, and their share ``dw`` (programs, D) of the scale's gradient.
 
-    ``STAGES`` tiles are on their way at a time. With ``SPREAD`` programs take tiles in turns instead of ``BT`` rows in
-    a row; with ``ONCE`` the caches drop what is read before what is written; with ``EARLY`` the next kernel, launched
-    as a dependent one, may take its place on the device while this one runs.
+    ``STAGES`` tiles are on their way at a time. With ``EARLY`` the next kernel, launched as a dependent one, may take
+    its place on the device while this one runs.
     """
     if EARLY:
         gdc_launch_dependents()
     i_b = tl.program_id(0).to(tl.int64)
-    P: tl.constexpr = "evict_first" if ONCE else ""
     o_d = tl.arange(0, BD)
     m_d = o_d < D
     b_w = tl.load(weight + o_d, mask=m_d, other=0.0).to(tl.float32)
     b_dw = tl.zeros([BR, BD], dtype=tl.float32)
     for i_r in tl.range(0, BT, BR, num_stages=STAGES):
-        if SPREAD:
-            o_r = i_r.to(tl.int64) * tl.num_programs(0) + i_b * BR + tl.arange(0, BR)
-        else:
-            o_r = i_b * BT + i_r + tl.arange(0, BR)
+        o_r = i_b * BT + i_r + tl.arange(0, BR)
         m = (o_r < N)[:, None] & m_d[None, :]
         o_o = o_r[:, None] * D + o_d[None, :]
-        b_x = tl.load(x + o_r[:, None] * x_stride + o_d[None, :], mask=m, other=0.0, eviction_policy=P).to(tl.float32)
-        b_dy = tl.load(dy + o_o, mask=m, other=0.0, eviction_policy=P).to(tl.float32)
+        b_x = tl.load(x + o_r[:, None] * x_stride + o_d[None, :], mask=m, other=0.0).to(tl.float32)
+        b_dy = tl.load(dy + o_o, mask=m, other=0.0).to(tl.float32)
         if GATED:
-            b_g = tl.load(gate + o_r[:, None] * gate_stride + o_d[None, :], mask=m, other=0.0, eviction_policy=P).to(
-                tl.float32
-            )
+            b_g = tl.load(gate + o_r[:, None] * gate_stride + o_d[None, :], mask=m, other=0.0).to(tl.float32)
         b_s = tl.rsqrt(tl.sum(b_x * b_x, 1) / D + eps)
         b_x *= b_s[:, None]
         if GATED:
