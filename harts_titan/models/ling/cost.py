@@ -41,8 +41,8 @@ class RowOperations:
 BACKWARD = RowOperations(products=2, convolution=2, core=2, query_key=2, value=2, head=2)
 """Products of a backward pass for each of the forward pass: one for each of its two operands."""
 AGAIN = RowOperations(products=0, convolution=0, core=1, query_key=1, value=0, head=1)
-"""Forward products that backward computes again although no layer is recomputed: the chunk kernel of the reference keeps
-its inputs only, attention no scores, the head no logits. The CUDA kernels of KDA keep what they need instead."""
+"""Forward products that backward computes again although no layer is recomputed: the reference's chunk kernel keeps its
+inputs only, attention no scores, the head no logits. The CUDA kernels of KDA keep what they need instead."""
 
 
 def layer_operations(args: LingArgs, layer: int, *, chunk_size: int) -> RowOperations:
