@@ -6,7 +6,7 @@
     TRITON_INTERPRET=1 python benchmarks/gpu_kda.py OUT --dry-run        # every line that needs no GPU, tiny sizes
 
 fla's kernels run one pinned configuration each (``harts_titan/ops/kda/fla_op.py``). The phase-split prototype that the
-op replaces is timed beside it where ``.carry/proto_kda`` holds it.
+op replaced is not part of the repository: where KDA_PROTOTYPE names the folder of its modules, it is timed as well.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SETTING = checks.Setting(
 )
 C, H, K, V = SETTING.chunk_size, SETTING.num_heads, SETTING.key_dim, SETTING.value_dim
 REPEATS = 5
-PROTOTYPE = ROOT / ".carry" / "proto_kda"
+PROTOTYPE = os.environ.get("KDA_PROTOTYPE")
 
 
 def swe_tree(rows: int, *, prompt: int = 4096, step: tuple[int, int] = (300, 2500)) -> checks.Segments:
@@ -265,8 +265,8 @@ def timing() -> Report:
         "depth-wise": (depthwise(segments), x, do),
         "node-wise": (nodewise(segments), x, do),
     }
-    if PROTOTYPE.is_dir() and not DRY:
-        runs = {"prototype": (prototype(segments), x, do), **runs}
+    if PROTOTYPE and not DRY:
+        runs = {"prototype": (prototype(segments, PROTOTYPE), x, do), **runs}
     for name, (run, inputs, dout) in runs.items():
         with scans_in_line() if "one stream" in name else nullcontext():
             report[name] = timed_pair(name, run, inputs, dout, 3 if "node-wise" in name else REPEATS)
@@ -408,9 +408,9 @@ def depthwise(segments: checks.Segments) -> Callable[..., Tensor]:
     return run
 
 
-def prototype(segments: checks.Segments) -> Callable[..., Tensor]:
+def prototype(segments: checks.Segments, folder: str) -> Callable[..., Tensor]:
     """The phase-split run of the prototype, gather and selection of rows included."""
-    sys.path.insert(0, str(PROTOTYPE))
+    sys.path.insert(0, folder)
     import kda_export_triton
     from tree_plan import TreePlan
 

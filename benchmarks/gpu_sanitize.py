@@ -65,6 +65,8 @@ def run_cases(names: list[str], record: Path | None = None, *, host_products: bo
     import torch
     from sanitize_cases import CASES
 
+    if unknown := sorted(set(names) - set(CASES)):
+        raise SystemExit(f"--run: unknown {unknown}; there are {', '.join(CASES)}")
     torch.manual_seed(0)
     ended: dict[str, Any] = {"finished": False, "error": "", "seconds": {}}
     with contextlib.ExitStack() as stack:

@@ -229,7 +229,7 @@ def run_sections(
     Returns:
         Exit status: 1 if a section failed.
     """
-    parser = argparse.ArgumentParser(description=(doc or name).splitlines()[0])
+    parser = argparse.ArgumentParser(description=doc or name, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path, help=f"folder for {name}.json")
     parser.add_argument("--sections", default=",".join(default or sections), help="of: " + ", ".join(sections))
     parser.add_argument("--dry-run", action="store_true", help="CPU, interpreter, tiny sizes")
