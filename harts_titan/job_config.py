@@ -27,8 +27,9 @@ class Tree:
 
     mode: Literal["compact", "nodewise", "depthwise", "expanded"] = "compact"
     """compact: each distinct prefix of a microbatch once. expanded: every trajectory on its own, the baseline with the
-    same microbatch membership. nodewise: compact rows, linear attention one call per tree node; depthwise: one per
-    depth of the tree (ablations: final states are handed over, nothing is replayed)."""
+    same microbatch membership. nodewise: compact rows, linear attention one call per tree node (an action or an
+    observation if the input has node_start, else a path without a fork); depthwise: one per depth of the tree
+    (ablations: final states are handed over, nothing is replayed)."""
 
     max_tokens: int = 65536
     """Capacity of a microbatch in compact rows (tokens)."""
