@@ -2,7 +2,6 @@
 
     python benchmarks/gpu_kda.py OUT                                     # one Hopper GPU
     python benchmarks/gpu_kda.py OUT --sections sweep                    # other configurations of each kernel
-    python benchmarks/gpu_kda.py --sanitize                              # every kernel once, small
     TRITON_INTERPRET=1 python benchmarks/gpu_kda.py OUT --dry-run        # every line that needs no GPU, tiny sizes
 
 fla's kernels run one pinned configuration each (``harts_titan/ops/kda/fla_op.py``). The phase-split prototype that the
@@ -545,17 +544,11 @@ class _Timed:
         return total
 
 
-def small_case() -> tuple[PackedSequences, list[Tensor], Tensor]:
-    """A tree with two rounds, an export and replay rows: every kernel runs."""
-    x = [
-        t.detach().requires_grad_()
-        for t in checks.kda_inputs(checks.handed_in(C, DEVICE).num_path_rows, SETTING, "slow", seed=0, num_external=1)
-    ]
-    return checks.handed_in(C, DEVICE), x, torch.empty(0)
-
-
 def run_small() -> None:
-    sequences, x, _ = small_case()
+    """Every kernel once: a tree with two rounds, an export and replay rows."""
+    sequences = checks.handed_in(C, DEVICE)
+    inputs = checks.kda_inputs(sequences.num_path_rows, SETTING, "slow", seed=0, num_external=1)
+    x = [t.detach().requires_grad_() for t in inputs]
     o, exported = kda_triton(*x[:7], sequences, SETTING.lower_bound, x[7])
     torch.autograd.grad(o.float().sum() + exported.sum(), x)
 
@@ -572,10 +565,10 @@ def compile_worker(index: int, count: int) -> None:
             print(name, config, repr(error)[:200], flush=True)
 
 
-def start_workers(option: str, *more: str) -> list[subprocess.Popen]:
+def start_workers() -> list[subprocess.Popen]:
     workers = min(16, os.cpu_count() or 1)
     return [
-        subprocess.Popen([sys.executable, __file__, option, str(i), str(workers), *more], cwd=ROOT)
+        subprocess.Popen([sys.executable, __file__, "--compile-worker", str(i), str(workers)], cwd=ROOT)
         for i in range(workers)
     ]
 
@@ -589,7 +582,7 @@ def sweep() -> Report:
             run_small()
         return {}
     run_small()
-    for worker in start_workers("--compile-worker"):
+    for worker in start_workers():
         worker.wait()
     sequences, x, do = compact_case()
     bandwidth, slots = copy_bandwidth(), sequences.num_chunks * C * H
@@ -626,19 +619,6 @@ def sweep() -> Report:
     return report
 
 
-def sanitize() -> None:
-    """Every kernel once on small shapes, both chunk sizes; run it under compute-sanitizer."""
-    run_small()
-    setting = checks.Setting(DEVICE, DTYPE, num_heads=2, key_dim=64, value_dim=32, chunk_size=32)
-    sequences = checks.handed_in(32, DEVICE)
-    x = checks.kda_inputs(sequences.num_path_rows, setting, "strong", seed=0, num_external=1)
-    o, exported = kda_triton(*x[:7], sequences, setting.lower_bound, x[7])
-    torch.autograd.grad(o.float().sum() + exported.sum(), x)
-    if not DRY:
-        torch.cuda.synchronize()
-    print("sanitize: every kernel ran", flush=True)
-
-
 SECTIONS = {
     "numerics": numerics,
     "timing": timing,
@@ -651,8 +631,6 @@ SECTIONS = {
 if __name__ == "__main__":
     if "--compile-worker" in sys.argv:
         compile_worker(*map(int, sys.argv[sys.argv.index("--compile-worker") + 1 :][:2]))
-    elif "--sanitize" in sys.argv:
-        sanitize()
     else:
         default = SECTIONS if DRY else ("numerics", "timing", "breakdown")
         sys.exit(run_sections("gpu_kda", SECTIONS, doc=__doc__, settings={"kda": str(SETTING)}, default=tuple(default)))
